@@ -1,0 +1,99 @@
+"""Rows to examples: one a conversation, or one an answered turn where the target's own ids were kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from data.chat import Message, Renderer, Skip
+from data.sources import DataConfig, Row
+from drafters.types import Example
+
+
+def renderer(config: DataConfig, tokenizer, stop_ids: Iterable[int] = ()) -> Renderer:
+    """The renderer of these settings. Errors: ``ValueError`` when the template file is missing."""
+    template = None
+    if config.chat_template is not None:
+        path = Path(config.chat_template).expanduser()
+        if not path.is_file():
+            raise ValueError(f"data.chat_template={config.chat_template}: no such file")
+        template = path.read_text(encoding="utf-8")
+    return Renderer(tokenizer, template, tuple(stop_ids), dict(config.template_settings))
+
+
+def examples(
+    rows: Iterable[Row], render: Renderer, max_length: int, strict: bool = False
+) -> tuple[list[Example], list[Row]]:
+    """Examples of all usable rows, and the rows with ``skip`` filled in where there is none.
+
+    Errors: ``ValueError`` naming the first unusable row when ``strict``.
+    """
+    found: list[Example] = []
+    seen: list[Row] = []
+    for row in rows:
+        if row.skip is None:
+            try:
+                found += of_row(row, render, max_length)
+            except Skip as reason:
+                if strict:
+                    raise ValueError(f"{row.where}: {reason} (data.strict=true)") from reason
+                row = replace(row, skip=str(reason))
+        seen.append(row)
+    return found, seen
+
+
+def of_row(row: Row, render: Renderer, max_length: int | None) -> list[Example]:
+    """The examples of one row; ``Skip`` says why there are none."""
+    if row.answers:
+        return list(_answered(row, render, max_length))
+    return [
+        render.example(
+            row.messages,
+            row.tools,
+            domain=row.domain,
+            name=row.where,
+            truncated=row.finish == "length",
+            max_length=max_length,
+        )
+    ]
+
+
+def _answered(row: Row, render: Renderer, max_length: int | None) -> Iterator[Example]:
+    """Kept ids after the prompt that a server would build: nothing is tokenised a second time."""
+    if row.tokenizer != render.tokenizer_hash:
+        raise Skip("its answer_ids are of another tokenizer; answer it again with task=regenerate")
+    usable = 0
+    for index, ids in row.answers:
+        prompt = render.prompt_ids(row.messages[:index], row.tools)
+        whole, mask = prompt + ids, [False] * len(prompt) + [True] * len(ids)
+        if max_length is not None:
+            whole, mask = whole[:max_length], mask[:max_length]
+        if any(mask):
+            usable += 1
+            yield Example(
+                whole,
+                mask,
+                row.domain,
+                f"{row.where} (turn {index})" if len(row.answers) > 1 else row.where,
+            )
+    if not usable:
+        raise Skip("no assistant text within max_length")
+
+
+def questions(row: Row) -> list[list[Message]]:
+    """The conversations that the target has to answer, one after another, without the answers.
+
+    A trailing answer and all that a target gave before are dropped. Between two user messages in a row
+    an answer belongs; other assistant turns are history and stay.
+    """
+    given = [m for at, m in enumerate(row.messages) if at not in {index for index, _ in row.answers}]
+    while given and given[-1]["role"] == "assistant":
+        given.pop()
+    parts: list[list[Message]] = [[]]
+    for at, message in enumerate(given):
+        parts[-1].append(message)
+        last = at == len(given) - 1
+        if not last and message["role"] == "user" and given[at + 1]["role"] == "user":
+            parts.append([])
+    return parts if given else []

@@ -1,0 +1,192 @@
+"""The drafter directory: config.json and model.safetensors in the speculators layout, which vLLM reads.
+
+Layer ids are converted here and nowhere else: ours name the *output* of layer k, those of vLLM and
+speculators its *input* (+1). What vLLM does not know stands under one key ``foredraft``. Embedding and
+head are the target's and are not saved again, except the head rows of a reduced vocabulary, which the
+format needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafters.method import Drafter, all_methods
+from drafters.target import Target
+from drafters.vocab import from_maps
+
+SPECULATORS_VERSION = "0.9.0"
+FINGERPRINT = ("vocab_size", "hidden_size", "num_layers", "tokenizer")
+
+
+def write(
+    drafter: Drafter,
+    directory: Path,
+    notes: dict[str, Any] | None = None,
+    check: Callable[[Path], None] | None = None,
+) -> None:
+    """Write the directory whole or not at all; an existing one is replaced.
+
+    ``notes`` go under ``foredraft`` in config.json (run, data hashes, acceptance). ``check`` is called on
+    the directory under its temporary name; when it raises, nothing is left behind.
+    """
+    scratch = directory.with_name(directory.name + ".tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    save_file(tensors(drafter), scratch / "model.safetensors", metadata={"format": "pt"})
+    (scratch / "config.json").write_text(json.dumps(config(drafter, notes or {}), indent=2) + "\n")
+    try:
+        if check is not None:
+            check(scratch)
+    except BaseException:
+        shutil.rmtree(scratch)
+        raise
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(scratch, directory)
+
+
+def tensors(drafter: Drafter) -> dict[str, Tensor]:
+    """Every tensor of the file, by its name in the speculators scheme."""
+    out = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
+    if drafter.vocab is not None:
+        out["lm_head.weight"] = drafter.head_ND.detach().cpu().contiguous()
+        out["d2t"] = drafter.vocab.d2t_N
+        out["t2d"] = drafter.vocab.t2d_V
+    return out
+
+
+def config(drafter: Drafter, notes: dict[str, Any]) -> dict[str, Any]:
+    """config.json: the speculators keys, the method's own among them, and ours under one key."""
+    target, settings = drafter.target, drafter.config
+    return {
+        "architectures": [drafter.architecture],
+        "speculators_model_type": settings.name,
+        "speculators_version": SPECULATORS_VERSION,
+        "dtype": str(next(drafter.parameters()).dtype).removeprefix("torch."),
+        "draft_vocab_size": target.vocab_size if drafter.vocab is None else len(drafter.vocab),
+        "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": [k + 1 for k in drafter.layer_ids],
+        **drafter.describe(),
+        "transformer_layer_config": drafter.layer_config(),
+        "speculators_config": {
+            "algorithm": settings.name,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": drafter.max_drafts,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {
+                "name_or_path": target.name,
+                "architectures": [type(target.model).__name__],
+            },
+        },
+        "foredraft": {"version": own_version(), "target": target.fingerprint, **notes},
+    }
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a drafter directory. Errors: ``ValueError`` when it is none."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ValueError(f"drafter={directory}: no drafter directory, it has no config.json")
+    found = json.loads(path.read_text())
+    if "speculators_model_type" not in found:
+        raise ValueError(
+            f"drafter={directory}: config.json has no speculators_model_type; it is not a drafter of ours"
+        )
+    return found
+
+
+def read(directory: Path, target: Target) -> Drafter:
+    """The drafter of a directory, strictly: every tensor named, shaped and used.
+
+    Errors: ``ValueError`` naming the field or tensor, for another target, an unknown method, or a file
+    that does not fit its config.
+    """
+    found = read_config(directory)
+    name = found["speculators_model_type"]
+    if name not in all_methods():
+        raise ValueError(
+            f"drafter={directory}: method {name!r} is not one of {', '.join(sorted(all_methods()))}"
+        )
+    _check_target(found.get("foredraft", {}).get("target"), target, directory)
+    try:
+        held = load_file(directory / "model.safetensors")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{directory}/model.safetensors cannot be read: {error}; export the run again"
+        ) from error
+    maps = {key: held.pop(key, None) for key in ("d2t", "t2d", "lm_head.weight")}
+    vocab = None if maps["d2t"] is None else from_maps(maps["d2t"], maps["t2d"], target.vocab_size)
+    if found["draft_vocab_size"] != (target.vocab_size if vocab is None else len(vocab)):
+        raise ValueError(
+            f"{directory}: draft_vocab_size={found['draft_vocab_size']} but d2t maps {vocab and len(vocab)} tokens"
+        )
+    cls = all_methods()[name]
+    settings = cls.read_description(found)
+    settings.layer_ids = [k - 1 for k in found["aux_hidden_state_layer_ids"]]
+    settings.draft_vocab = None if vocab is None else len(vocab)
+    drafter = cls(settings, target, vocab)
+    _load_strictly(drafter, held, directory)
+    _check_layer_config(drafter, found["transformer_layer_config"], directory)
+    if maps["lm_head.weight"] is not None and not torch.equal(maps["lm_head.weight"], drafter.head_ND.cpu()):
+        raise ValueError(f"{directory}: lm_head.weight is not the rows of the target's head that d2t names")
+    return drafter.eval()
+
+
+def _load_strictly(drafter: Drafter, held: dict[str, Tensor], directory: Path) -> None:
+    wanted = drafter.state_dict()
+    missing, extra = sorted(wanted.keys() - held.keys()), sorted(held.keys() - wanted.keys())
+    if missing or extra:
+        raise ValueError(
+            f"{directory}/model.safetensors: missing tensors {missing}, unexpected tensors {extra}"
+        )
+    for name, value in held.items():
+        if value.shape != wanted[name].shape:
+            raise ValueError(
+                f"{directory}: {name} has shape {tuple(value.shape)}, its config asks for {tuple(wanted[name].shape)}"
+            )
+    drafter.to(next(iter(held.values())).dtype)
+    drafter.load_state_dict(held)
+
+
+def _check_layer_config(drafter: Drafter, stored: dict[str, Any], directory: Path) -> None:
+    ours = drafter.layer_config()
+    for key in sorted(ours.keys() & stored.keys()):
+        if ours[key] != stored[key]:
+            raise ValueError(
+                f"{directory}: transformer_layer_config.{key}={stored[key]!r}, but a drafter of this target has {ours[key]!r}"
+            )
+
+
+def _check_target(stored: dict[str, Any] | None, target: Target, directory: Path) -> None:
+    if stored is None:
+        return
+    for key in FINGERPRINT:
+        if stored[key] != target.fingerprint[key]:
+            raise ValueError(
+                f"drafter={directory} was made for another target: its {key} is {stored[key]}, that of "
+                f"{target.name} is {target.fingerprint[key]}; give target= the model it was trained on"
+            )
+
+
+def own_version() -> str:
+    """The version of this project, as installed."""
+    try:
+        return version("foredraft")
+    except PackageNotFoundError:
+        return "source"

@@ -1,0 +1,131 @@
+"""Layers that every drafter is built from; model families differ by flags, not by copies.
+
+Module names are the tensor names of the drafter directory (vLLM and speculators read the same).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from drafters.ops import Span, context_mask
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm with a weight (Zhang & Sennrich 2019), computed in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+
+
+class Rotary(nn.Module):
+    """Rotary positions of any type that transformers knows, by its own code: ``cos, sin`` of [P, E]."""
+
+    def __init__(self, shape: Qwen3Config) -> None:
+        super().__init__()
+        self.embedding = Qwen3RotaryEmbedding(shape)
+
+    def forward(self, position_P: Tensor) -> tuple[Tensor, Tensor]:
+        like = self.embedding.inv_freq
+        cos_1PE, sin_1PE = self.embedding(like, position_P[None])
+        return cos_1PE[0], sin_1PE[0]
+
+
+def rotate(x_PHE: Tensor, cos_PE: Tensor, sin_PE: Tensor) -> Tensor:
+    """Apply rotary positions in the half-split (neox) layout."""
+    half = x_PHE.shape[-1] // 2
+    turned = torch.cat([-x_PHE[..., half:], x_PHE[..., :half]], dim=-1)
+    return x_PHE * cos_PE[:, None].to(x_PHE.dtype) + turned * sin_PE[:, None].to(x_PHE.dtype)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ContextAttention(nn.Module):
+    """Self-attention of blocks that also reads keys and values projected from target states."""
+
+    def __init__(self, shape: Qwen3Config) -> None:
+        super().__init__()
+        size = shape.head_dim
+        self.heads, self.kv_heads, self.size = (
+            shape.num_attention_heads,
+            shape.num_key_value_heads,
+            size,
+        )
+        self.q_proj = nn.Linear(shape.hidden_size, self.heads * size, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, self.kv_heads * size, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, self.kv_heads * size, bias=False)
+        self.o_proj = nn.Linear(self.heads * size, shape.hidden_size, bias=False)
+        self.q_norm = RMSNorm(size, shape.rms_norm_eps)
+        self.k_norm = RMSNorm(size, shape.rms_norm_eps)
+
+    def keys_values(self, x_PD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys (normed, rotated) and values ``[P, H, E]``; of context rows and of block rows alike."""
+        key_PHE = self.k_norm(self.k_proj(x_PD).unflatten(-1, (self.kv_heads, self.size)))
+        value_PHE = self.v_proj(x_PD).unflatten(-1, (self.kv_heads, self.size))
+        return rotate(key_PHE, *rotary), value_PHE
+
+    def forward(
+        self,
+        x_PD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        context: tuple[Tensor, Tensor],
+        spans: list[Span],
+        masks: list[Tensor],
+        slots: int,
+    ) -> Tensor:
+        """Blocks of ``slots`` rows, flattened to ``x_PD``; ``context`` holds keys and values [T, H, E]."""
+        query_PHE = self.q_norm(self.q_proj(x_PD).unflatten(-1, (self.heads, self.size)))
+        query_PHE = rotate(query_PHE, *rotary)
+        key_PHE, value_PHE = self.keys_values(x_PD, rotary)
+        key_THE, value_THE = context
+        out = []
+        for span, mask in zip(spans, masks, strict=True):
+            rows = slice(span.first * slots, span.last * slots)
+            seen = slice(span.start, span.end)
+            key = torch.cat([key_THE[seen], key_PHE[rows]]).transpose(0, 1)
+            value = torch.cat([value_THE[seen], value_PHE[rows]]).transpose(0, 1)
+            query = query_PHE[rows].transpose(0, 1)
+            found_HPE = F.scaled_dot_product_attention(
+                query[None], key[None], value[None], attn_mask=mask, enable_gqa=True
+            )[0]
+            out.append(found_HPE.transpose(0, 1).flatten(1))
+        return self.o_proj(torch.cat(out))
+
+
+class ContextLayer(nn.Module):
+    """A pre-norm decoder layer over blocks (Qwen3 style). Context rows meet neither its norms nor its MLP."""
+
+    def __init__(self, shape: Qwen3Config) -> None:
+        super().__init__()
+        self.self_attn = ContextAttention(shape)
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(self, x_PD: Tensor, *attention) -> Tensor:
+        x_PD = x_PD + self.self_attn(self.input_layernorm(x_PD), *attention)
+        return x_PD + self.mlp(self.post_attention_layernorm(x_PD))
+
+
+def span_masks(spans: list[Span], before_A: Tensor, slots: int, window: int | None) -> list[Tensor]:
+    """The mask of every span, shared by all layers."""
+    return [context_mask(span, before_A, slots, window) for span in spans]

@@ -1,0 +1,172 @@
+"""The contract of a method, the base of its settings, and the registry.
+
+A method is one file of this folder with a config, the modules and six verbs. The registry is filled
+by importing every module of ``drafters/``: a new file is a new method, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from drafters.losses import LossWeights
+from drafters.target import Target
+from drafters.types import Batch, Loss, Proposal, States
+from drafters.vocab import DraftVocab
+
+
+@dataclass
+class MethodConfig:
+    """``method.*`` that every method has."""
+
+    name: str = "???"
+    layer_ids: list[int] | None = None  # None: evenly spaced, see the method
+    draft_vocab: int | None = None  # size of a reduced draft vocabulary; None: the target's own
+    loss: LossWeights = field(default_factory=LossWeights)
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab is not None and self.draft_vocab < 2:
+            raise ValueError(f"method.draft_vocab={self.draft_vocab}: give at least 2, or null for all")
+
+
+class Drafter(nn.Module):
+    """Base of all methods: owns trainable parameters only; the target is borrowed, never stored.
+
+    Embedding and head are the target's, shared by reference. They are no parameters of this module,
+    so they are neither trained nor saved with it.
+    """
+
+    config_class: ClassVar[type[MethodConfig]]
+    architecture: ClassVar[str]  # the class name that speculators and vLLM know it by
+
+    def __init__(self, config: MethodConfig, target: Target, vocab: DraftVocab | None) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab = vocab
+        self._shared: dict[str, Any] = {"target": target, "head": None}
+        self.layer_ids = target.check_layers(self.choose_layers(config, target.num_layers))
+
+    @property
+    def target(self) -> Target:
+        return self._shared["target"]
+
+    @property
+    def head_ND(self) -> Tensor:
+        """The target's head over the draft vocabulary, in the drafter's dtype and on its device."""
+        like = next(self.parameters())
+        head = self._shared["head"]
+        if head is None or head.dtype != like.dtype or head.device != like.device:
+            weight_VD = self.target.head_weight_VD
+            rows = weight_VD if self.vocab is None else weight_VD[self.vocab.kept_N.to(weight_VD.device)]
+            head = self._shared["head"] = rows.detach().to(like.device, like.dtype)
+        return head
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits over the draft vocabulary of hidden states after the drafter's own norm."""
+        return self.target.softcapped(hidden @ self.head_ND.T)
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids if self.vocab is None else self.vocab.kept_N.to(draft_ids.device)[draft_ids]
+
+    def forward(self, batch: Batch) -> Loss:
+        """What an engine wraps (DeepSpeed calls modules, not methods)."""
+        return self.loss(batch)
+
+    # The verbs --------------------------------------------------------------------------------
+
+    @classmethod
+    def choose_layers(cls, config: MethodConfig, num_layers: int) -> list[int]:
+        """Which target layers to keep: used by capture and by the engine."""
+        raise NotImplementedError
+
+    def place(self, batch: Batch, generator: torch.Generator, progress: float) -> Batch:
+        """Choose what a training step looks at (anchors) and count its weight, before any forward.
+
+        The count must not depend on the model: it is summed over ranks and micro-batches first, and
+        every micro-batch is divided by that one number.
+        """
+        raise NotImplementedError
+
+    def loss(self, batch: Batch) -> Loss:
+        """Sums and counts of a placed batch, on the same forward as ``drafts``."""
+        raise NotImplementedError
+
+    def drafts(self, batch: Batch, anchors_A: Tensor, n: int) -> Proposal:
+        """The greedy drafts of many anchors at once, each given the path up to its anchor."""
+        raise NotImplementedError
+
+    def draft_logits(self, batch: Batch, anchors_A: Tensor, n: int) -> Tensor:
+        """The logits behind ``drafts``, over the draft vocabulary, ``[A, K, N]``: what the export gate compares."""
+        raise NotImplementedError
+
+    def begin(self, slots: int, capacity: int) -> Any:
+        """An empty serving state for ``slots`` requests of up to ``capacity`` tokens.
+
+        It has ``drop(slots)`` and ``move(source, target)``.
+        """
+        raise NotImplementedError
+
+    def advance(self, state: Any, rows: range, states: States, tokens_BJ: Tensor, kept: list[int]) -> None:
+        """Extend slots ``rows`` by the first ``kept[i]`` true states of each. Nothing self-made is kept."""
+        raise NotImplementedError
+
+    def propose(
+        self, state: Any, rows: range, anchors_B: Tensor, n: int, uniforms_BK: Tensor | None = None
+    ) -> Proposal:
+        """``n`` drafts after the newest token of each slot of ``rows`` (``anchors_B`` are token ids)."""
+        raise NotImplementedError
+
+    # The drafter directory (drafters/checkpoint.py) ---------------------------------------------
+
+    @property
+    def max_drafts(self) -> int:
+        """The largest N this drafter was trained for."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """The method's own keys of config.json, in the speculators scheme."""
+        raise NotImplementedError
+
+    @classmethod
+    def read_description(cls, found: dict[str, Any]) -> MethodConfig:
+        """The inverse: settings from a config.json; layer ids and vocabulary are filled in by the reader."""
+        raise NotImplementedError
+
+    def layer_config(self) -> dict[str, Any]:
+        """Sizes, norms and rotary positions of the draft layers, as a transformers config."""
+        raise NotImplementedError
+
+
+METHODS: dict[str, type[Drafter]] = {}
+
+
+def method(config_class: type[MethodConfig]):
+    """Register a drafter under its config's ``name``."""
+
+    def register(drafter: type[Drafter]) -> type[Drafter]:
+        name = config_class.name
+        assert name not in METHODS, f"two methods are called {name}"
+        drafter.config_class = config_class
+        METHODS[name] = drafter
+        return drafter
+
+    return register
+
+
+def all_methods() -> dict[str, type[Drafter]]:
+    """Every method of this folder, by name."""
+    import drafters
+
+    for module in pkgutil.iter_modules(drafters.__path__):
+        importlib.import_module(f"drafters.{module.name}")
+    return METHODS
+
+
+def build(config: MethodConfig, target: Target, vocab: DraftVocab | None = None) -> Drafter:
+    """The drafter of a config, with freshly initialised parameters."""
+    return all_methods()[config.name](config, target, vocab)

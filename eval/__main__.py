@@ -1,0 +1,16 @@
+"""``python -m eval drafter=DIR``: acceptance per domain, position and N."""
+
+import hydra
+from omegaconf import DictConfig
+
+from eval.tasks import accept
+from recipes.cli import perform, start
+
+
+@hydra.main(version_base="1.3", config_path="../recipes", config_name="run")
+def main(config: DictConfig) -> None:
+    perform(config, {"accept": accept}, "accept")
+
+
+if __name__ == "__main__":
+    start(main)

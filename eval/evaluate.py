@@ -1,0 +1,172 @@
+"""Score a drafter on held-out conversations, domain by domain, and leave a report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from data.chat import Renderer
+from data.examples import examples as to_examples
+from data.regenerate import RegenerateConfig, append, done, regenerate
+from data.sources import DataConfig, Row, check_skips, read
+from drafters.method import Drafter
+from drafters.target import Target
+from drafters.types import Example
+from eval.replay import Counts, paths, score
+from eval.report import Scored, build, loops
+from eval.rollout import rollout
+
+
+@dataclass
+class EvalConfig:
+    """``eval.*``"""
+
+    mode: str = "replay"  # replay: one pass; rollout: decode step by step
+    n: list[int] | None = None  # drafts a round; None: every N from 1 to the trained block
+    per_domain: int | None = None  # use the first so many rows of each domain
+    max_new_tokens: int = 200  # of answers that have to be made first
+    batch: int = 16  # requests decoded together for that
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("replay", "rollout"):
+            raise ValueError(f"eval.mode={self.mode}: write replay or rollout")
+
+
+def held_out(
+    config: DataConfig, target: Target, render: Renderer, settings: EvalConfig, cache: Path
+) -> list[Example]:
+    """Conversations to score, each with the target's own greedy answer.
+
+    Rows that come without kept ids are answered now; answers are kept in ``cache``, so a second
+    evaluation starts at once.
+    """
+    rows = _first_of_each(read(replace(config, split=config.split or "eval")), settings.per_domain)
+    good = [row for row in rows if row.skip is None]
+    have = [row for row in good if row.answers and row.tokenizer == render.tokenizer_hash]
+    asked = [row for row in good if not (row.answers and row.tokenizer == render.tokenizer_hash)]
+    if asked:
+        have += _answer(target, render, asked, settings, config.max_length, cache)
+    order = {row.key: at for at, row in enumerate(good)}
+    found, seen = to_examples(sorted(have, key=lambda row: order[row.key]), render, None, config.strict)
+    check_skips([*seen, *(row for row in rows if row.skip)], config.max_skip)
+    return found
+
+
+def _first_of_each(rows, number: int | None) -> list[Row]:
+    taken: dict[str, int] = {}
+    out = []
+    for row in rows:
+        taken[row.domain] = taken.get(row.domain, 0) + 1
+        if number is None or taken[row.domain] <= number:
+            out.append(row)
+    return out
+
+
+def _answer(
+    target: Target,
+    render: Renderer,
+    rows: list[Row],
+    settings: EvalConfig,
+    max_length: int,
+    cache: Path,
+) -> list[Row]:
+    how = RegenerateConfig(max_new_tokens=settings.max_new_tokens, batch=settings.batch)
+    key = json.dumps(
+        [
+            target.fingerprint,
+            str(target.dtype),
+            how.max_new_tokens,
+            render.template,
+            render.settings,
+        ],
+        sort_keys=True,
+    )
+    path = cache / f"answers-{hashlib.sha256(key.encode()).hexdigest()[:12]}.jsonl"
+    missing = [row for row in rows if row.key not in done(path)]
+    append(path, regenerate(target, render, missing, how, max_length=max_length))
+    wanted = {row.key for row in rows}
+    answered = read(DataConfig(path=str(path), split="eval"))
+    return [row for row in answered if row.key in wanted]
+
+
+def evaluate(
+    target: Target, drafter: Drafter, held: Sequence[Example], settings: EvalConfig, seed: int
+) -> dict[str, Any]:
+    """The report of a drafter over held-out conversations."""
+    ns = settings.n or list(range(1, drafter.max_drafts + 1))
+    drafter.eval()
+    if settings.mode == "replay":
+        one_each = _replayed(target, drafter, held, ns)
+    else:
+        one_each = _rolled_out(target, drafter, held, ns)
+    return build(
+        _by_conversation(one_each),
+        max_n=max(ns),
+        seed=seed,
+        target=target.name,
+        method=drafter.config.name,
+        temperature=0.0,
+        mode=settings.mode,
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=torch.cuda.get_device_name() if target.device.type == "cuda" else "cpu",
+    )
+
+
+def _replayed(target: Target, drafter: Drafter, held: Sequence[Example], ns: list[int]) -> list[Scored]:
+    out = []
+    with tqdm(total=len(held), unit="answer", desc="replay", mininterval=1) as bar:
+        for path in paths(target, held, drafter.layer_ids):
+            (by_n,) = score(drafter, [path], ns)
+            name = path.example.name
+            out.append(
+                Scored(name, path.example.domain, by_n, path.off_path, path.margin, loops(path.tokens))
+            )
+            bar.update()
+    return out
+
+
+def _rolled_out(target: Target, drafter: Drafter, held: Sequence[Example], ns: list[int]) -> list[Scored]:
+    by_name: dict[str, Scored] = {}
+    for n in ns:
+        for example, answer, counts in tqdm(
+            rollout(target, drafter, held, n), total=len(held), desc=f"rollout N={n}"
+        ):
+            stored = example.ids[example.mask.index(True) :]
+            new = Scored(
+                example.name,
+                example.domain,
+                {},
+                answer.tokens != stored,
+                loops=loops(answer.tokens),
+            )
+            by_name.setdefault(example.name, new).by_n[n] = counts
+    return list(by_name.values())
+
+
+def _by_conversation(scored: Sequence[Scored]) -> list[Scored]:
+    """Turns of one conversation are not independent: they are resampled together."""
+    groups: dict[str, list[Scored]] = {}
+    for one in scored:
+        groups.setdefault(one.name.split(" (turn ")[0], []).append(one)
+    return [_joined(name, turns) for name, turns in groups.items()]
+
+
+def _joined(name: str, turns: list[Scored]) -> Scored:
+    by_n: dict[int, Counts] = {n: reduce(add, (turn.by_n[n] for turn in turns)) for n in turns[0].by_n}
+    return Scored(
+        name,
+        turns[0].domain,
+        by_n,
+        any(turn.off_path for turn in turns),
+        min(turn.margin for turn in turns),
+        any(turn.loops for turn in turns),
+    )

@@ -1,0 +1,162 @@
+"""Acceptance in one pass: a greedy target's own argmax is the path, so no decoding is needed.
+
+One target pass over prompt and answer gives states and path; one drafter pass for each N gives the
+drafts of every anchor at once; then the rounds are walked. A round at anchor a accepts as many drafts
+as agree with the path and emits one token more, or ends with the path. Counts are exact in fp32:
+step-by-step decoding (eval/rollout.py) makes the same rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from data.capture import capture
+from data.pack import pack
+from drafters.method import Drafter
+from drafters.target import Target
+from drafters.types import Example, States
+
+
+@dataclass
+class Counts:
+    """Rounds and what they accepted; added up, never averaged.
+
+    ``survived[k]`` counts the rounds whose drafts 1..k+1 were all accepted; ``tokens`` those emitted.
+    """
+
+    max_n: int
+    rounds: int = 0
+    tokens: int = 0
+    survived: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.survived = self.survived or [0] * self.max_n
+
+    def add_round(self, accepted: int, emitted: int) -> None:
+        self.rounds += 1
+        self.tokens += emitted
+        for k in range(accepted):
+            self.survived[k] += 1
+
+    def __add__(self, other: Counts) -> Counts:
+        both = [a + b for a, b in zip(self.survived, other.survived, strict=True)]
+        return Counts(self.max_n, self.rounds + other.rounds, self.tokens + other.tokens, both)
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed per target pass, the bonus token included, pooled over rounds."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def survival(self) -> list[float]:
+        return [count / self.rounds if self.rounds else 0.0 for count in self.survived]
+
+    @property
+    def conditional(self) -> list[float]:
+        before = [self.rounds, *self.survived]
+        return [a / b if b else 0.0 for a, b in zip(self.survived, before, strict=False)]
+
+
+@dataclass(frozen=True)
+class Path:
+    """A greedy answer as the target itself would give it, and the states along it.
+
+    ``length`` tokens from ``first`` on are the target's argmax; a stored answer that goes on otherwise
+    is ``off_path`` and cut there. ``margin`` is the smallest difference between best and second logit.
+    """
+
+    example: Example
+    states: States
+    first: int
+    length: int
+    off_path: bool
+    margin: float
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.example.ids[self.first : self.first + self.length]
+
+
+def walk(drafts_AK: Tensor, path: Sequence[int]) -> Counts:
+    """Walk the rounds of one path; ``drafts_AK[i]`` are the drafts made at ``path[i]``.
+
+    The first token of the path (the prefill's) is the first anchor and no round of its own. A round
+    that reaches the end of the path emits what is left of it and no bonus token.
+    """
+    num = drafts_AK.shape[1]
+    drafts = drafts_AK.tolist()
+    counts = Counts(num)
+    at = 0
+    while at < len(path) - 1:
+        left = path[at + 1 : at + 1 + num]
+        accepted = 0
+        while accepted < len(left) and drafts[at][accepted] == left[accepted]:
+            accepted += 1
+        emitted = min(accepted + 1, len(path) - 1 - at)
+        counts.add_round(accepted, emitted)
+        at += emitted
+    return counts
+
+
+@torch.inference_mode()
+def paths(
+    target: Target,
+    examples: Iterable[Example],
+    layer_ids: Sequence[int],
+    *,
+    batch_tokens: int = 2048,
+) -> Iterator[Path]:
+    """The target's own path through each example, whose supervised tokens are one answer at its end."""
+    for group in _groups(examples, batch_tokens):
+        for example, states in zip(group, capture(target, group, layer_ids, with_last=True), strict=True):
+            yield _path(target, example, states)
+
+
+@torch.inference_mode()
+def score(
+    drafter: Drafter, found: Sequence[Path], ns: Sequence[int], *, anchors_at_once: int = 256
+) -> list[dict[int, Counts]]:
+    """Counts by N for each path. Errors: ``ValueError`` for an N beyond the trained block."""
+    most = drafter.max_drafts
+    if not ns or min(ns) < 1 or max(ns) > most:
+        raise ValueError(f"n={list(ns)}: this drafter was trained for 1 to {most} drafts a round")
+    out = []
+    for path in found:
+        batch = pack([path.example], [path.states]).to(drafter.target.device)
+        anchors_A = torch.arange(path.first, path.first + path.length, device=batch.tokens_BT.device)
+        by_n = {}
+        for n in ns:
+            some = [drafter.drafts(batch, part_A, n).tokens_BK for part_A in anchors_A.split(anchors_at_once)]
+            by_n[n] = walk(torch.cat(some), path.tokens)
+        out.append(by_n)
+    return out
+
+
+def _path(target: Target, example: Example, states: States) -> Path:
+    first = example.mask.index(True)
+    if not all(example.mask[first:]):
+        raise ValueError(f"{example.name}: replay takes one answer at the end of a row; split the turns")
+    answer_P = torch.tensor(example.ids[first:])
+    last_PD = states.last_BTD[0, first - 1 : len(example.ids) - 1]
+    top_P2, best_P2 = target.head(last_PD.to(target.device)).float().topk(2, dim=-1)
+    agree_P = (best_P2[:, 0].cpu() == answer_P).long().cumprod(0)
+    length = int(agree_P.sum())
+    margin = float((top_P2[:, 0] - top_P2[:, 1])[: length + 1].min())
+    return Path(example, states, first, length, length < len(answer_P), margin)
+
+
+def _groups(examples: Iterable[Example], budget: int) -> Iterator[list[Example]]:
+    """Neighbours whose padded batch stays within ``budget`` tokens."""
+    group: list[Example] = []
+    for example in examples:
+        longest = max(len(e.ids) for e in (*group, example))
+        if group and longest * (len(group) + 1) > budget:
+            yield group
+            group = []
+        group.append(example)
+    if group:
+        yield group

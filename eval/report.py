@@ -1,0 +1,191 @@
+"""What an evaluation leaves behind: report.json (other programs read it), pictures, report.html."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.replay import Counts
+
+SCHEMA_VERSION = 1
+COUNTING = {"bonus": True, "pooled": True, "eos_rounds": "accepted tokens only"}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One conversation of a domain: its counts by N, and what was odd about it."""
+
+    name: str
+    domain: str
+    by_n: dict[int, Counts]
+    off_path: bool = False
+    margin: float = float("inf")
+    loops: bool = False
+
+
+def bootstrap(counts: Sequence[Counts], *, seed: int = 0, samples: int = 2000) -> list[float]:
+    """95 % interval of the pooled tau, resampling whole conversations."""
+    tokens, rounds = (
+        np.array([getattr(c, key) for c in counts], dtype=float) for key in ("tokens", "rounds")
+    )
+    picks = np.random.default_rng(seed).integers(0, len(counts), (samples, len(counts)))
+    taus = tokens[picks].sum(1) / np.maximum(rounds[picks].sum(1), 1)
+    return [round(float(x), 4) for x in np.quantile(taus, [0.025, 0.975])]
+
+
+def summarise(scored: Sequence[Scored], max_n: int, seed: int) -> dict[str, Any]:
+    """One entry of ``domains``: pooled counts and rates at ``max_n``, and tau for every N."""
+    pooled = {n: reduce(add, (s.by_n[n] for s in scored)) for n in scored[0].by_n}
+    top = pooled[max_n]
+    return {
+        "prompts": len(scored),
+        "rounds": top.rounds,
+        "tokens": top.tokens,
+        "tau": round(top.tau, 4),
+        "tau_ci95": bootstrap([s.by_n[max_n] for s in scored], seed=seed),
+        "survival": [round(x, 4) for x in top.survival],
+        "conditional": [round(x, 4) for x in top.conditional],
+        "tau_by_n": {str(n): round(c.tau, 4) for n, c in sorted(pooled.items())},
+        "loops": round(sum(s.loops for s in scored) / len(scored), 4),
+    }
+
+
+def build(scored: Sequence[Scored], *, max_n: int, seed: int, **facts: Any) -> dict[str, Any]:
+    """The whole report; ``facts`` are target, drafter, method, temperature, mode and dtype.
+
+    Errors: ``ValueError`` when no conversation could be scored.
+    """
+    scored = [s for s in scored if s.by_n[max_n].rounds]
+    if not scored:
+        raise ValueError("no conversation made a round of drafting; answers need two tokens or more")
+    domains: dict[str, list[Scored]] = {}
+    for one in scored:
+        domains.setdefault(one.domain, []).append(one)
+    table = {name: summarise(some, max_n, seed) for name, some in domains.items()}
+    return {
+        **facts,
+        "max_n": max_n,
+        "domains": table,
+        "overall": summarise(scored, max_n, seed),
+        "worst_domain": min(table, key=lambda name: table[name]["tau"]),
+        "schema_version": SCHEMA_VERSION,
+        "seed": seed,
+        "off_path": sum(s.off_path for s in scored),
+        "min_margin": min(s.margin for s in scored),
+        "counting": COUNTING,
+    }
+
+
+def loops(tokens: Sequence[int], *, least: int = 60, longest_period: int = 30) -> bool:
+    """Whether an answer ends in a loop: its last ``least`` tokens repeat with some short period."""
+    tail = tokens[-least:]
+    if len(tail) < least:
+        return False
+    return any(all(tail[i] == tail[i - p] for i in range(p, least)) for p in range(1, longest_period + 1))
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The report for a terminal: a line a domain."""
+    lines = [
+        f"{'domain':14s} {'prompts':>7s} {'tau':>6s} {'95 % interval':>15s}  loops  survival by position"
+    ]
+    for name, row in [*report["domains"].items(), ("overall", report["overall"])]:
+        low, high = row["tau_ci95"]
+        curve = " ".join(f"{x:.3f}" for x in row["survival"])
+        lines.append(
+            f"{name:14s} {row['prompts']:7d} {row['tau']:6.3f} {low:7.3f}-{high:<7.3f} {row['loops']:6.0%}  {curve}"
+        )
+    return "\n".join(lines)
+
+
+def write(report: Mapping[str, Any], directory: Path) -> None:
+    """``report.json``, ``acceptance.png`` and ``report.html`` (opens offline), each renamed into place."""
+    directory.mkdir(parents=True, exist_ok=True)
+    picture = draw(report)
+    replace_file(directory / "report.json", json.dumps(report, indent=2).encode())
+    replace_file(directory / "acceptance.png", picture)
+    replace_file(directory / "report.html", _page(report, picture).encode())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write to a temporary name, flush, rename."""
+    scratch = path.with_name(path.name + ".tmp")
+    with open(scratch, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+
+
+def draw(report: Mapping[str, Any]) -> bytes:
+    """Tau over N and survival over position, a line a domain, as PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, row in report["domains"].items():
+        ns = [int(n) for n in row["tau_by_n"]]
+        left.plot(ns, list(row["tau_by_n"].values()), marker="o", label=name)
+        right.plot(range(1, len(row["survival"]) + 1), row["survival"], marker="o", label=name)
+    left.set(
+        xlabel="drafts a round (N)",
+        ylabel="tokens per target pass (tau)",
+        title="Acceptance length",
+    )
+    right.set(
+        xlabel="draft position",
+        ylabel="share of rounds accepted so far",
+        title=f"Survival at N = {report['max_n']}",
+    )
+    right.set_ylim(0, 1)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=110)
+    return out.getvalue()
+
+
+def _page(report: Mapping[str, Any], picture: bytes) -> str:
+    def cells(row: Sequence[object], tag: str = "td") -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in row) + "</tr>"
+
+    head = [
+        "domain",
+        "prompts",
+        "rounds",
+        "tokens",
+        "tau",
+        "95 % interval",
+        "loops",
+        "survival",
+        "conditional",
+    ]
+    rows = [
+        [name, r["prompts"], r["rounds"], r["tokens"], r["tau"], "{} to {}".format(*r["tau_ci95"]), f"{r['loops']:.0%}",
+         "  ".join(f"{x:.3f}" for x in r["survival"]), "  ".join(f"{x:.3f}" for x in r["conditional"])]
+        for name, r in [*report["domains"].items(), ("overall", report["overall"])]
+    ]  # fmt: skip
+    facts = [(k, v) for k, v in report.items() if k not in ("domains", "overall")]
+    image = base64.b64encode(picture).decode()
+    return f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Acceptance of {html.escape(str(report["drafter"]))}</title>
+<style>body{{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222}}
+table{{border-collapse:collapse;margin:1rem 0}}td,th{{border-bottom:1px solid #ddd;padding:.3rem .7rem;text-align:left;font-variant-numeric:tabular-nums}}
+img{{max-width:100%}}</style>
+<h1>Acceptance by domain</h1>
+<p>tau is the number of tokens committed per target pass, the bonus token included, pooled over rounds.
+Survival at k is the share of rounds in which drafts 1 to k were all accepted.</p>
+<table>{cells(head, "th")}{"".join(cells(row) for row in rows)}</table>
+<img alt="tau over N, and survival over position" src="data:image/png;base64,{image}">
+<table>{"".join(cells(fact) for fact in facts)}</table></html>"""

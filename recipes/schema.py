@@ -1,0 +1,59 @@
+"""The one typed tree of settings, built from each owner's dataclass.
+
+A knob belongs to the component that reads it; this file only puts them together and registers them
+with Hydra. Methods register themselves (drafters/method.py), so a new one appears here by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from data.capture import StatesConfig
+from data.regenerate import RegenerateConfig
+from data.sources import DataConfig
+from drafters.method import MethodConfig, all_methods
+from drafters.target import EMBEDDED, HardwareConfig
+from eval.evaluate import EvalConfig
+from serve.answer import ServeConfig
+from train.log import LogConfig
+from train.loop import TrainConfig
+from train.optim import OptimConfig
+
+
+@dataclass
+class Run:
+    """Everything a command reads. ``python -m train --cfg job +recipe=dflash`` prints it filled in."""
+
+    task: str | None = None  # what the command does; see its README section
+    run: str | None = None  # name under runs/; None: <recipe>-<target>
+    overwrite: bool = False  # start a run of this name again, whatever it holds
+    target: str = EMBEDDED  # a directory, a hub name, or smollm2-embedded
+    drafter: str | None = None  # a drafter directory
+    out: str | None = None  # a file or directory to write
+    prompt: str | None = None
+    prompt_file: str | None = None  # long prompts: commas and quotes mean something to Hydra
+    seed: int = 0
+
+    method: Any = MISSING
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    states: StatesConfig = field(default_factory=StatesConfig)
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+
+
+def register() -> None:
+    """Put the tree and every method into Hydra's store."""
+    store = ConfigStore.instance()
+    store.store(name="run_schema", node=Run)
+    store.store(group="method", name="none", node=MethodConfig(name="none"))
+    for name, drafter in all_methods().items():
+        store.store(group="method", name=name, node=drafter.config_class)

@@ -1,0 +1,105 @@
+"""Answer one prompt by draft and verify, beside plain decoding of the same engine."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from data.chat import Renderer
+from drafters.method import Drafter
+from drafters.target import Target
+from drafters.types import States
+from serve.engine import Answer, Engine, Request
+
+
+@dataclass
+class ServeConfig:
+    """``serve.*``"""
+
+    n: int | None = None  # drafts a round; None: what measured costs and the drafter's acceptance ask for
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    compare: bool = True  # also decode plainly, and compare ids and speed
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An answer and the seconds of its decoding, the prefill left out."""
+
+    answer: Answer
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return (len(self.answer.tokens) - 1) / self.seconds if self.seconds else 0.0
+
+
+def decode(engine: Engine, prompt: list[int], config: ServeConfig, on_token: Callable | None = None) -> Timed:
+    """One request through an engine."""
+    request = Request(prompt, config.max_new_tokens, config.temperature)
+    first: list[float] = []
+
+    def heard(answer: Answer, tokens: list[int]) -> None:
+        first.append(perf_counter())
+        if on_token:
+            on_token(answer, tokens)
+
+    (answer,) = engine.run([request], heard)
+    return Timed(answer, perf_counter() - first[0])
+
+
+def capacity_for(target: Target, prompt: list[int], config: ServeConfig, num_drafts: int) -> int:
+    """Slots of a cache for this request. Errors: ``ValueError`` when the target's context is too short."""
+    need = len(prompt) + config.max_new_tokens + num_drafts
+    most = target.config.max_position_embeddings
+    if need - num_drafts > most:
+        raise ValueError(
+            f"{len(prompt)} prompt tokens and serve.max_new_tokens={config.max_new_tokens} exceed the target's context of {most}"
+        )
+    return need
+
+
+def pick_drafts(target: Target, drafter: Drafter, tau_by_n: Mapping[str, float]) -> int:
+    """The N with the most tokens a second on this machine: measured costs over known acceptance.
+
+    0 means that plain decoding is faster here.
+    """
+    costs = {n: round_seconds(target, drafter, n) for n in range(drafter.max_drafts + 1)}
+    taus = {0: 1.0, **{int(n): tau for n, tau in tau_by_n.items()}}
+    return max((n for n in costs if n in taus), key=lambda n: taus[n] / costs[n])
+
+
+@torch.inference_mode()
+def round_seconds(target: Target, drafter: Drafter, n: int, context: int = 128, repeats: int = 5) -> float:
+    """Median seconds of one round: draft n tokens, run the target over them and the anchor, keep one."""
+    engine = Engine(target, drafter, n, capacity=context + n + 1)
+    rows = range(1)
+    prompt = torch.full((1, context), 1, device=target.device)
+    _, states, _ = engine.forward(rows, prompt, head_rows=1)
+    engine.keep(rows, states, prompt, [context])
+    anchor = prompt[0, :1]
+    seconds = []
+    for _ in range(repeats + 1):
+        start = perf_counter()
+        proposal = engine.propose(rows, anchor)
+        tokens = torch.cat([anchor[:, None], proposal.tokens_BK], dim=1)
+        logits, states, _ = engine.forward(rows, tokens)
+        logits.argmax(-1).tolist()
+        _keep_nothing(engine, rows, states, tokens)
+        seconds.append(perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def _keep_nothing(engine: Engine, rows: range, states: States, tokens: torch.Tensor) -> None:
+    """What a round pays to commit a row, then put back to where it was."""
+    if engine.proposer:
+        engine.proposer.advance(engine.state, rows, states, tokens, [1])
+        engine.state.lengths[0] -= 1
+
+
+def render_prompt(render: Renderer, prompt: str) -> list[int]:
+    return render.prompt_ids([{"role": "user", "content": prompt}])

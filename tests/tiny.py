@@ -1,0 +1,91 @@
+"""Tiny random targets and tokenizers, made in memory: nothing is downloaded."""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from drafters.target import Target
+from drafters.types import Example
+
+MARKERS = ("<s>", "<|end|>", "<pad>", "<mask>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<think>")
+CHATML = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """One token a byte, and one for each marker."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*MARKERS, *alphabet])}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=None))
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"."), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        bos_token="<s>",
+        eos_token="<|end|>",
+        pad_token="<pad>",
+        additional_special_tokens=list(MARKERS[3:]),
+        chat_template=template,
+    )
+
+
+def llama(layers: int = 5, hidden: int = 32, vocab: int | None = None, seed: int = 0, **extra) -> LlamaForCausalLM:
+    """A random Llama whose argmax is decided: the head is scaled so that margins are wide."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab or len(tokenizer()),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        **extra,
+    )
+    return LlamaForCausalLM(config)
+
+
+def target(**settings) -> Target:
+    """A tiny target with its tokenizer."""
+    return Target(llama(**settings), tokenizer(), "tiny")
+
+
+def example(length: int = 40, prompt: int = 8, seed: int = 0, domain: str = "chat", low: int = 9) -> Example:
+    """Random ids with a supervised tail."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(low, len(tokenizer()), (length,), generator=generator).tolist()
+    return Example(ids, [False] * prompt + [True] * (length - prompt), domain, f"row {seed}")
+
+
+@torch.inference_mode()
+def greedy(of: Target, prompt: list[int], num: int) -> list[int]:
+    """The target's own greedy answer, by the plainest loop there is."""
+    ids = list(prompt)
+    for _ in range(num):
+        logits = of.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        ids.append(int(logits.argmax()))
+        if ids[-1] in of.stop_ids:
+            break
+    return ids[len(prompt) :]
+
+
+def answered(of: Target, num: int = 24, prompt: int = 8, seed: int = 0, domain: str = "chat") -> Example:
+    """A random prompt with the target's greedy answer."""
+    question = example(prompt, prompt, seed).ids
+    answer = greedy(of, question, num)
+    return Example(question + answer, [False] * prompt + [True] * len(answer), domain, f"row {seed}")

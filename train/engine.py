@@ -1,0 +1,187 @@
+"""Five verbs (wrap, backward, step, save, load) over plain torch or DeepSpeed, imported only here.
+
+DeepSpeed runs under any launcher that sets RANK, WORLD_SIZE and LOCAL_RANK (torchrun, srun, deepspeed).
+Losses arrive already divided by the count of the whole step over all ranks, so gradients are summed
+over ranks and micro-batches and never averaged again.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from drafters.target import pick_device
+from train.optim import OptimConfig, make
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+class PlainEngine:
+    """One process."""
+
+    name = "plain"
+
+    def __init__(self, config: OptimConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self.config, self.device, self.dtype = config, device, dtype
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Place a module and its optimizer; returns what to call in the loop."""
+        self.module = module.to(self.device)
+        self.optimizer = make(self.module, self.config)
+        return self.module
+
+    def precision(self) -> AbstractContextManager:
+        """Parameters stay fp32; with bfloat16 products run under autocast."""
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self, rate: float) -> float:
+        """One update at the given learning rate; returns the gradient norm before clipping."""
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip)
+        _check_norm(norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def total(self, value: float) -> float:
+        """The sum of a number over all ranks."""
+        return value
+
+    def barrier(self) -> None:
+        pass
+
+    def save(self, directory: Path) -> None:
+        torch.save(
+            {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()},
+            directory / "engine.pt",
+        )
+
+    def load(self, directory: Path) -> None:
+        held = torch.load(directory / "engine.pt", map_location=self.device, weights_only=True)
+        self.module.load_state_dict(held["module"])
+        self.optimizer.load_state_dict(held["optimizer"])
+
+
+class DeepSpeedEngine:
+    """ZeRO over ranks. Every key whose default changed between releases is written out."""
+
+    name = "deepspeed"
+
+    def __init__(
+        self,
+        config: OptimConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        accumulation: int,
+        stage: int,
+    ) -> None:
+        if device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed
+
+        self.deepspeed = deepspeed
+        self.config, self.device, self.dtype = config, device, dtype
+        self.settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": config.clip,
+            "zero_optimization": {"stage": stage, "reduce_scatter": True},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": dtype == torch.bfloat16},
+            "steps_per_print": 10**9,
+        }
+        deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl", verbose=False)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        optimizer = make(module, self.config)
+        self.module, *_ = self.deepspeed.initialize(model=module, optimizer=optimizer, config=self.settings)
+        return self.module
+
+    def precision(self) -> AbstractContextManager:
+        return nullcontext()  # DeepSpeed keeps bf16 parameters with an fp32 master copy
+
+    def backward(self, loss: Tensor) -> None:
+        # DeepSpeed averages over ranks; the loss is already divided by the count of all of them.
+        self.module.backward(loss * world_size(), scale_wrt_gas=False)
+
+    def step(self, rate: float) -> float:
+        for group in self.module.optimizer.param_groups:
+            group["lr"] = rate
+        self.module.step()
+        norm = self.module.get_global_grad_norm()
+        _check_norm(norm)
+        return float(norm)
+
+    def total(self, value: float) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return float(tensor)
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def save(self, directory: Path) -> None:
+        self.module.save_checkpoint(str(directory), tag="engine", save_latest=False)
+
+    def load(self, directory: Path) -> None:
+        found, _ = self.module.load_checkpoint(str(directory), tag="engine")
+        if found is None:
+            raise ValueError(
+                f"{directory}: DeepSpeed found no checkpoint for {world_size()} ranks; resume on as many ranks as wrote it"
+            )
+
+
+Engine = PlainEngine | DeepSpeedEngine
+
+
+def make_engine(
+    kind: str, config: OptimConfig, device: str, dtype: torch.dtype, packs: int, stage: int
+) -> Engine:
+    """``kind``: plain, deepspeed, or auto (deepspeed where there are several ranks)."""
+    if kind not in ("auto", "plain", "deepspeed"):
+        raise ValueError(f"train.engine={kind}: write auto, plain or deepspeed")
+    if kind == "plain" and world_size() > 1:
+        raise ValueError(
+            f"train.engine=plain runs one process, but {world_size()} were started; use deepspeed"
+        )
+    place = local_device(device)
+    if kind == "plain" or (kind == "auto" and world_size() == 1):
+        return PlainEngine(config, place, dtype)
+    if packs % world_size():
+        raise ValueError(f"train.packs={packs}: must be a multiple of the {world_size()} ranks")
+    return DeepSpeedEngine(config, place, dtype, packs // world_size(), stage)
+
+
+def local_device(device: str) -> torch.device:
+    """This rank's device."""
+    found = pick_device(device)
+    if found.type == "cuda":
+        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(found)
+    return found
+
+
+def _check_norm(norm: Any) -> None:
+    if not bool(torch.isfinite(torch.as_tensor(norm))):
+        raise ValueError(
+            f"the gradient norm is {float(norm)}: stop here, the last checkpoint is good. Lower optim.lr, and run "
+            "`python -m data task=inspect` on the rows; in bfloat16 also try dtype=float32"
+        )

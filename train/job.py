@@ -1,0 +1,323 @@
+"""Around the loop: the run directory, data and target in, drafter directory and report out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from data.capture import source
+from data.examples import examples as to_examples
+from data.examples import renderer
+from data.sources import BUNDLED, check_skips, read, split_point
+from data.stream import Stream
+from drafters import checkpoint as directory_format
+from drafters import vocab as vocabulary
+from drafters.method import build
+from drafters.target import Target, load, pick_dtype
+from drafters.types import Example
+from eval import replay, report
+from eval.evaluate import evaluate, held_out
+from train import checkpoint
+from train.engine import local_device, make_engine, rank, world_size
+from train.log import Log, cut
+from train.loop import Job, evaluating, save_best, train
+
+if TYPE_CHECKING:
+    from recipes.schema import Run
+
+PACKAGES = ("torch", "transformers", "deepspeed", "safetensors", "numpy")
+
+
+@dataclass
+class Loaded:
+    """Target and conversations of a run."""
+
+    target: Target
+    train: list[Example]
+    held: list[Example]
+    data_key: str
+
+
+def run_training(run: Run, recipe: str | None) -> Path:
+    """Train, export, report; or go on where an interrupted run of the same settings stopped.
+
+    Errors: ``ValueError`` for a run directory of other settings, for data that cannot be used, and for an
+    export that does not reproduce the training logits. Nothing half-written is left.
+    """
+    if run.method.name == "none":
+        raise ValueError("no method: add a recipe, for example `python -m train +recipe=dflash`")
+    torch.manual_seed(run.seed)
+    directory = open_directory(run, recipe)
+    loaded = load_data(run, directory)
+    write_record(run, directory, loaded)
+    job, progress = prepare(run, directory, loaded)
+    if progress.step < job.total:
+        train(job, progress, run.train, run.optim, run.log.every)
+    job.log.close()
+    if rank() == 0:
+        export(run, job, loaded, progress)
+        if run.train.report:
+            write_report(run, job, loaded)
+    job.engine.barrier()
+    return directory
+
+
+# The run directory ------------------------------------------------------------------------------
+
+
+def open_directory(run: Run, recipe: str | None) -> Path:
+    """``runs/<name>``; refused when it holds a run of other settings."""
+    name = run.run or f"{recipe or run.method.name}-{Path(run.target).name}"
+    directory = Path("runs") / name
+    if rank() == 0:
+        found = directory / "recipe.yaml"
+        if directory.exists() and run.overwrite:
+            shutil.rmtree(directory)
+        elif found.exists():
+            _refuse_other(run, yaml.safe_load(found.read_text())["settings"], directory)
+        elif directory.exists() and any(directory.iterdir()):
+            raise ValueError(
+                f"{directory} exists and is no run (it has no recipe.yaml); choose another with run=NAME"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """What must not differ between a run and its resumption: all but names of outputs and logging."""
+    free = (
+        "task",
+        "run",
+        "overwrite",
+        "out",
+        "prompt",
+        "prompt_file",
+        "drafter",
+        "log",
+        "serve",
+        "regenerate",
+    )
+    return {key: value for key, value in json.loads(json.dumps(asdict(run))).items() if key not in free}
+
+
+def _refuse_other(run: Run, stored: dict[str, Any], directory: Path) -> None:
+    mine, theirs = _flat(settings_of(run)), _flat(stored)
+    other = [key for key in sorted(mine.keys() | theirs.keys()) if mine.get(key) != theirs.get(key)]
+    if other:
+        shown = "\n".join(f"  {key}: {theirs.get(key)!r} there, {mine.get(key)!r} now" for key in other[:12])
+        raise ValueError(
+            f"{directory} holds a run with other settings:\n{shown}\n"
+            "Give this run another name with run=NAME, or overwrite=true to start it again."
+        )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            out.update(_flat(value, f"{prefix}{key}."))
+        else:
+            out[prefix + key] = value
+    return out
+
+
+def write_record(run: Run, directory: Path, loaded: Loaded) -> None:
+    """recipe.yaml: resolved settings, versions, commit, target, data hash."""
+    if rank() != 0:
+        return
+    record = {
+        "settings": settings_of(run),
+        "versions": versions(),
+        "commit": commit(),
+        "target": loaded.target.fingerprint,
+        "data": {
+            "key": loaded.data_key,
+            "train_rows": len(loaded.train),
+            "held_out_rows": len(loaded.held),
+        },
+        "ranks": world_size(),
+    }
+    report.replace_file(directory / "recipe.yaml", yaml.safe_dump(record, sort_keys=False).encode())
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what a result depends on."""
+    out = {"foredraft": directory_format.own_version()}
+    for name in PACKAGES:
+        try:
+            out[name] = version(name)
+        except PackageNotFoundError:
+            out[name] = "absent"
+    return {**out, "hip": str(torch.version.hip), "cuda": str(torch.version.cuda)}
+
+
+def commit() -> str:
+    """The commit of the source, ``unknown`` outside a repository."""
+    where = Path(__file__).parent
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
+
+
+# Data -------------------------------------------------------------------------------------------
+
+
+def load_data(run: Run, directory: Path) -> Loaded:
+    """The target, and conversations to train on and to hold out."""
+    target = load(run.target, run.hardware)
+    render = renderer(run.data, target.tokenizer, target.stop_ids)
+    found, seen = to_examples(read(run.data), render, run.data.max_length, run.data.strict)
+    check_skips(seen, run.data.max_skip)
+    held = _held_out(run, target, render, directory)
+    if held is None:
+        border = split_point(len(found), 1 - run.data.holdout)
+        found, held = (
+            found[:border],
+            [e for e in found[border:] if all(e.mask[e.mask.index(True) :])],
+        )
+    digest = hashlib.sha256(json.dumps([[e.ids, e.mask] for e in found]).encode()).hexdigest()[:16]
+    return Loaded(target, found, held, digest)
+
+
+def _held_out(run: Run, target: Target, render, directory: Path) -> list[Example] | None:
+    """Held-out answers from their own source, ``None`` when a part of the training rows has to serve."""
+    path = run.data.eval_path or (BUNDLED if run.data.path == BUNDLED else None)
+    if path is None:
+        return None
+    return held_out(
+        replace(run.data, path=path, split="eval", limit=None), target, render, run.eval, directory
+    )
+
+
+def prepare(run: Run, directory: Path, loaded: Loaded) -> tuple[Job, checkpoint.Progress]:
+    """States, draft vocabulary, drafter, engine; restored from the newest checkpoint where there is one."""
+    target, settings = loaded.target, run.method
+    counts_V = vocabulary.count_tokens(
+        (torch.tensor(e.ids)[torch.tensor(e.mask)] for e in loaded.train), target.vocab_size
+    )
+    vocab = None
+    if settings.draft_vocab is not None and settings.draft_vocab < target.vocab_size:
+        usable = None if target.tokenizer is None else len(target.tokenizer)
+        vocab = vocabulary.choose(counts_V, settings.draft_vocab, target.stop_ids, usable)
+        print(f"draft vocabulary: {len(vocab)} tokens, {vocab.covers(counts_V):.2%} of the supervised ones")
+    drafter = build(settings, target, vocab).to(target.device)
+    states, usable_rows = source(
+        run.states, target, loaded.train, drafter.layer_ids, with_last=settings.loss.soft
+    )
+    stream = Stream(
+        usable_rows, states, budget=run.train.pack_tokens, packs=run.train.packs, seed=run.seed,
+        rank=rank(), world=world_size(),
+    )  # fmt: skip
+    total = run.train.steps or stream.steps(run.train.epochs)
+    dtype = pick_dtype(run.hardware.dtype, local_device(run.hardware.device))
+    engine = make_engine(
+        run.train.engine,
+        run.optim,
+        run.hardware.device,
+        dtype,
+        run.train.packs,
+        run.train.zero_stage,
+    )
+    engine.wrap(drafter)
+    progress = checkpoint.load(engine, directory / "checkpoints") or checkpoint.Progress(
+        data_key=loaded.data_key
+    )
+    if progress.data_key != loaded.data_key:
+        raise ValueError(
+            f"{directory}: its checkpoints were trained on other rows (data key {progress.data_key}, now "
+            f"{loaded.data_key}); give the same data, or run=NAME for a new run"
+        )
+    cut(directory / "metrics.jsonl", progress.step)
+    held = list(replay.paths(target, _spread(loaded.held, run.train.eval_rows), drafter.layer_ids))
+    log = Log(run.log, directory, settings_of(run), total, progress.step, rank() == 0)
+    return Job(drafter, engine, stream, held, directory, log, total, run.seed), progress
+
+
+def _spread(held: Sequence[Example], number: int) -> list[Example]:
+    """A part of the held-out rows that holds every domain alike."""
+    by_domain: dict[str, list[Example]] = {}
+    for example in held:
+        by_domain.setdefault(example.domain, []).append(example)
+    turns = max((len(some) for some in by_domain.values()), default=0)
+    mixed = [some[at] for at in range(turns) for some in by_domain.values() if at < len(some)]
+    return mixed[:number]
+
+
+# What a run leaves behind -----------------------------------------------------------------------
+
+
+def export(run: Run, job: Job, loaded: Loaded, progress: checkpoint.Progress) -> None:
+    """The best weights as ``drafter/``, read back and compared before it gets that name."""
+    if not (job.directory / "best.safetensors").exists():
+        save_best(job)
+    drafter = job.drafter
+    drafter.load_state_dict(load_file(job.directory / "best.safetensors"))
+    notes = {
+        "recipe": run.method.name,
+        "trained_steps": progress.best_step,
+        "held_out_tau": progress.best_tau,
+        "data_key": loaded.data_key,
+        "versions": versions(),
+        "commit": commit(),
+    }
+    out = job.directory / "drafter"
+    with evaluating(drafter):
+        directory_format.write(drafter, out, notes, check=lambda at: gate(drafter, at, loaded, job.held))
+
+
+def gate(drafter, written: Path, loaded: Loaded, held: Sequence[replay.Path]) -> None:
+    """Refuse a written directory whose drafter is not the trained one: tensors, then draft logits.
+
+    Logits of first, middle and last anchors of a held-out answer, equal to 1e-5 of the largest in fp32.
+    """
+    again = directory_format.read(written, loaded.target)
+    trained, stored = drafter.state_dict(), again.state_dict()
+    for name, value in trained.items():
+        if not torch.equal(value.cpu(), stored[name].cpu()):
+            raise ValueError(
+                f"export refused: {name} differs from the trained tensor after reading {written} back"
+            )
+    for path in held[:2]:
+        worst = logit_difference(drafter, again, path)
+        if not worst <= 1e-5:
+            raise ValueError(
+                f"export refused: draft logits of {path.example.name} differ by {worst:.2g} of the largest"
+            )
+
+
+@torch.inference_mode()
+def logit_difference(one, other, path: replay.Path) -> float:
+    """The largest difference between two drafters' draft logits, as a share of the largest logit."""
+    from data.pack import pack
+
+    batch = pack([path.example], [path.states]).to(path.states.layers_BTLD.device, torch.float32)
+    anchors_A = torch.tensor(
+        sorted({path.first, path.first + path.length // 2, path.first + path.length - 1})
+    )
+    logits = [d.float().draft_logits(batch, anchors_A, d.max_drafts) for d in (one, other)]
+    return float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
+
+
+def write_report(run: Run, job: Job, loaded: Loaded) -> None:
+    """Acceptance of the exported directory, read back, on all held-out rows."""
+    again = directory_format.read(job.directory / "drafter", loaded.target)
+    found = evaluate(loaded.target, again, loaded.held, run.eval, run.seed)
+    found = {"target": found["target"], "drafter": str(job.directory / "drafter"), **found}
+    report.write(found, job.directory / "report")
+    print(report.table(found))
+    print(f"report: {job.directory / 'report' / 'report.html'}")
