@@ -49,7 +49,8 @@ class BlockConfig(MethodConfig):
     sliding_window: int | None = None  # tokens a draft query sees; None: all
     init: str = "target"  # target: start from decoder layers of the target; random
     init_layers: list[int] | None = None  # which ones; None: the last
-    anchor_share: float = 0.5  # share of a document's possible anchors looked at each time it is seen
+    anchor_share: float = 0.5  # share of a document's possible anchors a full-length pass looks at
+    length_mix: dict[int, float] | None = None  # drafts a block is trained for: weight; None: always all
     decay: float | None = 4.0  # weight exp(-k / decay) of the k-th draft; None: all alike
 
     def __post_init__(self) -> None:
@@ -59,6 +60,14 @@ class BlockConfig(MethodConfig):
             raise ValueError(f"method.block_size={self.block_size}: this layout needs at least {least}")
         if not 0 < self.anchor_share <= 1:
             raise ValueError(f"method.anchor_share={self.anchor_share}: give a share above 0, at most 1")
+        for n, weight in (self.length_mix or {}).items():
+            if not 1 <= n <= self.max_drafts or weight < 0:
+                raise ValueError(
+                    f"method.length_mix={self.length_mix}: give weights of at least 0 to lengths from 1 "
+                    f"to {self.max_drafts} drafts"
+                )
+        if self.length_mix is not None and not sum(self.length_mix.values()) > 0:
+            raise ValueError(f"method.length_mix={self.length_mix}: give some length a positive weight")
         if self.init not in ("target", "random"):
             raise ValueError(f"method.init={self.init}: write target or random")
 
@@ -207,11 +216,19 @@ class BlockDrafter(Drafter):
     def drafts(self, batch: Batch, anchors_A: Tensor, n: int) -> Proposal:
         return Proposal(self.to_target_ids(self.draft_logits(batch, anchors_A, n).argmax(-1)))
 
-    def place_anchors(self, batch: Batch, generator: torch.Generator, progress: float) -> Batch:
-        """The random anchors of a training step and how many drafts each is asked for."""
+    def place_anchors(self, batch: Batch, generator: torch.Generator) -> Batch:
+        """How many drafts a training pass asks for, and from which random anchors.
+
+        A shorter block leaves room for more anchors: a pass looks at the same number of slots.
+        """
+        most = self.config.max_drafts
+        mix = self.config.length_mix or {most: 1.0}
+        drawn = int(torch.multinomial(torch.tensor(list(mix.values())), 1, generator=generator))
+        num = list(mix)[drawn]
+        share = min(1.0, self.config.anchor_share * self.slots(most) / self.slots(num))
         valid_BT = valid_anchors(batch.mask_BT, batch.doc_BT)
-        anchors_A = sample_anchors(valid_BT, batch.doc_BT, self.config.anchor_share, generator)
-        return replace(batch, anchors_A=anchors_A, num_drafts=self.config.max_drafts)
+        anchors_A = sample_anchors(valid_BT, batch.doc_BT, share, generator)
+        return replace(batch, anchors_A=anchors_A, num_drafts=num)
 
     # Serving ----------------------------------------------------------------------------------
 

@@ -34,8 +34,8 @@ class DFlash(BlockDrafter):
     config: DFlashConfig
     architecture = "DFlashDraftModel"
 
-    def place(self, batch: Batch, generator: torch.Generator, progress: float) -> Batch:
-        batch = self.place_anchors(batch, generator, progress)
+    def place(self, batch: Batch, generator: torch.Generator) -> Batch:
+        batch = self.place_anchors(batch, generator)
         return replace(batch, count=float(self._weights(batch)[1].sum()))
 
     def loss(self, batch: Batch) -> Loss:

@@ -84,7 +84,7 @@ class Drafter(nn.Module):
         """Which target layers to keep: used by capture and by the engine."""
         raise NotImplementedError
 
-    def place(self, batch: Batch, generator: torch.Generator, progress: float) -> Batch:
+    def place(self, batch: Batch, generator: torch.Generator) -> Batch:
         """Choose what a training step looks at (anchors) and count its weight, before any forward.
 
         The count must not depend on the model: it is summed over ranks and micro-batches first, and

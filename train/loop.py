@@ -115,7 +115,7 @@ def place(job: Job, batch: Batch, step: int, at: int) -> Batch:
     """Anchors from (seed, pack number) alone: the same on any number of ranks, and after a resume."""
     index = step * job.stream.packs + job.stream.rank + at * job.stream.world
     generator = torch.Generator().manual_seed((job.seed + 1) * 1_000_003 + index)
-    return job.drafter.place(batch, generator, step / job.total)
+    return job.drafter.place(batch, generator)
 
 
 def check_acceptance(job: Job, progress: checkpoint.Progress) -> None:
