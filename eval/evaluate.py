@@ -39,6 +39,10 @@ class EvalConfig:
     def __post_init__(self) -> None:
         if self.mode not in ("replay", "rollout"):
             raise ValueError(f"eval.mode={self.mode}: write replay or rollout")
+        for key in ("per_domain", "max_new_tokens", "batch"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"eval.{key}={value}: give at least 1")
 
 
 def held_out(
@@ -49,16 +53,22 @@ def held_out(
     Rows that come without kept ids are answered now; answers are kept in ``cache``, so a second
     evaluation starts at once.
     """
-    rows = _first_of_each(read(replace(config, split=config.split or "eval")), settings.per_domain)
-    good = [row for row in rows if row.skip is None]
-    have = [row for row in good if row.answers and row.tokenizer == render.tokenizer_hash]
-    asked = [row for row in good if not (row.answers and row.tokenizer == render.tokenizer_hash)]
-    if asked:
-        have += _answer(target, render, asked, settings, config.max_length, cache)
-    order = {row.key: at for at, row in enumerate(good)}
-    found, seen = to_examples(sorted(have, key=lambda row: order[row.key]), render, None, config.strict)
-    check_skips([*seen, *(row for row in rows if row.skip)], config.max_skip)
+    config = replace(config, split=config.split or "eval")
+    rows = _first_of_each(read(config), settings.per_domain)
+    asked = [row for row in rows if row.skip is None and not _answered(row, render)]
+    answers = _answer(target, render, asked, settings, config, cache) if asked else {}
+    for at, row in enumerate(rows):
+        if row.skip is None and not _answered(row, render):
+            unanswered = "no answer: its prompt leaves no room for one, or does not render"
+            rows[at] = answers.get(row.key) or replace(row, skip=unanswered)
+    found, seen = to_examples(rows, render, None, config.strict)
+    check_skips(seen, config.max_skip)
     return found
+
+
+def _answered(row: Row, render: Renderer) -> bool:
+    """Whether a row comes with ids that this target's tokenizer knows."""
+    return bool(row.answers) and row.tokenizer == render.tokenizer_hash
 
 
 def _first_of_each(rows, number: int | None) -> list[Row]:
@@ -72,30 +82,18 @@ def _first_of_each(rows, number: int | None) -> list[Row]:
 
 
 def _answer(
-    target: Target,
-    render: Renderer,
-    rows: list[Row],
-    settings: EvalConfig,
-    max_length: int,
-    cache: Path,
-) -> list[Row]:
+    target: Target, render: Renderer, rows: list[Row], settings: EvalConfig, config: DataConfig, cache: Path
+) -> dict[str, Row]:
+    """The rows with the target's answers, by key; those not in ``cache`` are answered now."""
     how = RegenerateConfig(max_new_tokens=settings.max_new_tokens, batch=settings.batch)
-    key = json.dumps(
-        [
-            target.fingerprint,
-            str(target.dtype),
-            how.max_new_tokens,
-            render.template,
-            render.settings,
-        ],
-        sort_keys=True,
-    )
-    path = cache / f"answers-{hashlib.sha256(key.encode()).hexdigest()[:12]}.jsonl"
-    missing = [row for row in rows if row.key not in done(path)]
-    append(path, regenerate(target, render, missing, how, max_length=max_length))
-    wanted = {row.key for row in rows}
-    answered = read(DataConfig(path=str(path), split="eval"))
-    return [row for row in answered if row.key in wanted]
+    made_by = [target.fingerprint, str(target.dtype), how.max_new_tokens, render.template, render.settings]
+    name = hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()[:12]
+    path = cache / f"answers-{name}.jsonl"
+    have = done(path)
+    missing = [row for row in rows if row.key not in have]
+    if missing:
+        append(path, regenerate(target, render, missing, how, max_length=config.max_length))
+    return {row.key: row for row in read(DataConfig(path=str(path), split=config.split))}
 
 
 def evaluate(
@@ -128,7 +126,7 @@ def _replayed(target: Target, drafter: Drafter, held: Sequence[Example], ns: lis
             (by_n,) = score(drafter, [path], ns)
             name = path.example.name
             out.append(
-                Scored(name, path.example.domain, by_n, path.off_path, path.margin, loops(path.tokens))
+                Scored(name, path.example.domain, by_n, int(path.off_path), path.margin, loops(path.tokens))
             )
             bar.update()
     return out
@@ -145,7 +143,7 @@ def _rolled_out(target: Target, drafter: Drafter, held: Sequence[Example], ns: l
                 example.name,
                 example.domain,
                 {},
-                answer.tokens != stored,
+                int(answer.tokens != stored),
                 loops=loops(answer.tokens),
             )
             by_name.setdefault(example.name, new).by_n[n] = counts
@@ -166,7 +164,7 @@ def _joined(name: str, turns: list[Scored]) -> Scored:
         name,
         turns[0].domain,
         by_n,
-        any(turn.off_path for turn in turns),
-        min(turn.margin for turn in turns),
+        sum(turn.off_path for turn in turns),
+        min((turn.margin for turn in turns if turn.margin is not None), default=None),
         any(turn.loops for turn in turns),
     )

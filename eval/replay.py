@@ -126,6 +126,9 @@ def score(
         raise ValueError(f"n={list(ns)}: this drafter was trained for 1 to {most} drafts a round")
     out = []
     for path in found:
+        if path.length < 2:  # the prefill's token at most: no round
+            out.append({n: Counts(n) for n in ns})
+            continue
         batch = pack([path.example], [path.states]).to(drafter.target.device)
         anchors_A = torch.arange(path.first, path.first + path.length, device=batch.tokens_BT.device)
         by_n = {}

@@ -24,13 +24,17 @@ COUNTING = {"bonus": True, "pooled": True, "eos_rounds": "accepted tokens only"}
 
 @dataclass(frozen=True)
 class Scored:
-    """One conversation of a domain: its counts by N, and what was odd about it."""
+    """One conversation of a domain: its counts by N, and what was odd about it.
+
+    ``off_path`` counts its answers that are not the target's own; ``margin`` is the smallest top-2
+    margin along them, ``None`` where it was not looked at.
+    """
 
     name: str
     domain: str
     by_n: dict[int, Counts]
-    off_path: bool = False
-    margin: float = float("inf")
+    off_path: int = 0
+    margin: float | None = None
     loops: bool = False
 
 
@@ -66,6 +70,8 @@ def build(scored: Sequence[Scored], *, max_n: int, seed: int, **facts: Any) -> d
 
     Errors: ``ValueError`` when no conversation could be scored.
     """
+    off_path = sum(s.off_path for s in scored)
+    margins = [s.margin for s in scored if s.margin is not None]
     scored = [s for s in scored if s.by_n[max_n].rounds]
     if not scored:
         raise ValueError("no conversation made a round of drafting; answers need two tokens or more")
@@ -81,8 +87,8 @@ def build(scored: Sequence[Scored], *, max_n: int, seed: int, **facts: Any) -> d
         "worst_domain": min(table, key=lambda name: table[name]["tau"]),
         "schema_version": SCHEMA_VERSION,
         "seed": seed,
-        "off_path": sum(s.off_path for s in scored),
-        "min_margin": min(s.margin for s in scored),
+        "off_path": off_path,
+        "min_margin": min(margins, default=None),
         "counting": COUNTING,
     }
 
@@ -104,7 +110,8 @@ def table(report: Mapping[str, Any]) -> str:
         low, high = row["tau_ci95"]
         curve = " ".join(f"{x:.3f}" for x in row["survival"])
         lines.append(
-            f"{name:14s} {row['prompts']:7d} {row['tau']:6.3f} {low:7.3f}-{high:<7.3f} {row['loops']:6.0%}  {curve}"
+            f"{name:14s} {row['prompts']:7d} {row['tau']:6.3f} {low:7.3f}-{high:<7.3f} {row['loops']:6.0%}"
+            f"  {curve}"
         )
     return "\n".join(lines)
 
@@ -161,31 +168,24 @@ def _page(report: Mapping[str, Any], picture: bytes) -> str:
     def cells(row: Sequence[object], tag: str = "td") -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in row) + "</tr>"
 
-    head = [
-        "domain",
-        "prompts",
-        "rounds",
-        "tokens",
-        "tau",
-        "95 % interval",
-        "loops",
-        "survival",
-        "conditional",
-    ]
-    rows = [
-        [name, r["prompts"], r["rounds"], r["tokens"], r["tau"], "{} to {}".format(*r["tau_ci95"]), f"{r['loops']:.0%}",
-         "  ".join(f"{x:.3f}" for x in r["survival"]), "  ".join(f"{x:.3f}" for x in r["conditional"])]
-        for name, r in [*report["domains"].items(), ("overall", report["overall"])]
-    ]  # fmt: skip
+    def line(name: str, row: Mapping[str, Any]) -> list[object]:
+        counts = [row[key] for key in ("prompts", "rounds", "tokens", "tau")]
+        curves = ["  ".join(f"{x:.3f}" for x in row[key]) for key in ("survival", "conditional")]
+        return [name, *counts, "{} to {}".format(*row["tau_ci95"]), f"{row['loops']:.0%}", *curves]
+
+    head = ["domain", "prompts", "rounds", "tokens", "tau", "95 % interval", "loops", "survival"]
+    rows = [line(*pair) for pair in [*report["domains"].items(), ("overall", report["overall"])]]
     facts = [(k, v) for k, v in report.items() if k not in ("domains", "overall")]
     image = base64.b64encode(picture).decode()
-    return f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Acceptance of {html.escape(str(report["drafter"]))}</title>
+    return f"""<!doctype html><html lang="en"><meta charset="utf-8">
+<title>Acceptance of {html.escape(str(report["drafter"]))}</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222}}
-table{{border-collapse:collapse;margin:1rem 0}}td,th{{border-bottom:1px solid #ddd;padding:.3rem .7rem;text-align:left;font-variant-numeric:tabular-nums}}
+table{{border-collapse:collapse;margin:1rem 0}}
+td,th{{border-bottom:1px solid #ddd;padding:.3rem .7rem;text-align:left;font-variant-numeric:tabular-nums}}
 img{{max-width:100%}}</style>
 <h1>Acceptance by domain</h1>
 <p>tau is the number of tokens committed per target pass, the bonus token included, pooled over rounds.
 Survival at k is the share of rounds in which drafts 1 to k were all accepted.</p>
-<table>{cells(head, "th")}{"".join(cells(row) for row in rows)}</table>
+<table>{cells([*head, "conditional"], "th")}{"".join(cells(row) for row in rows)}</table>
 <img alt="tau over N, and survival over position" src="data:image/png;base64,{image}">
 <table>{"".join(cells(fact) for fact in facts)}</table></html>"""

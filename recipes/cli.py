@@ -10,10 +10,13 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -29,8 +32,26 @@ def start(main: Callable[[], None]) -> None:
     """
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
+    with in_one_message():
         main()
+
+
+def perform(config: DictConfig, tasks: Mapping[str, Task], default: str) -> None:
+    """Do the task that ``config`` names, with its settings as objects."""
+    with in_one_message():  # before Hydra, which would print all overrides above ours
+        _refuse_additions(config)
+        run: Run = OmegaConf.to_object(config)
+        name = run.task or default
+        if name not in tasks:
+            raise ValueError(f"task={name}: write one of {', '.join(sorted(tasks))}.{_nearest(name, tasks)}")
+        tasks[name](run)
+
+
+@contextmanager
+def in_one_message() -> Iterator[None]:
+    """Turn a user's mistake into a message and exit code 1, Ctrl-C into exit code 130."""
+    try:
+        yield
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if os.environ.get("FOREDRAFT_TRACEBACK"):
             raise
@@ -41,18 +62,23 @@ def start(main: Callable[[], None]) -> None:
         sys.exit(130)
 
 
-def perform(config: DictConfig, tasks: Mapping[str, Task], default: str) -> None:
-    """Do the task that ``config`` names, with its settings as objects."""
-    run: Run = OmegaConf.to_object(config)
-    name = run.task or default
-    if name not in tasks:
-        raise ValueError(f"task={name}: write one of {', '.join(sorted(tasks))}.{_nearest(name, tasks)}")
-    tasks[name](run)
+def _refuse_additions(node: DictConfig, prefix: str = "") -> None:
+    """``+key=value`` opens a closed tree; a key that no component reads is a mistake all the same."""
+    known = {field.name for field in fields(OmegaConf.get_type(node))}
+    for key in map(str, node):
+        if key not in known:
+            raise ValueError(f"+{prefix}{key}: there is no such key.{_nearest(prefix + key, known_keys())}")
+        if not OmegaConf.is_missing(node, key) and is_dataclass(OmegaConf.get_type(node, key)):
+            _refuse_additions(node[key], f"{prefix}{key}.")
 
 
 def recipe_name() -> str | None:
-    """The recipe that was asked for, where Hydra composed this run."""
-    return HydraConfig.get().runtime.choices.get("recipe") if HydraConfig.initialized() else None
+    """The recipe that was asked for, with the job's number in a multirun: what a run is named after."""
+    if not HydraConfig.initialized():
+        return None
+    hydra = HydraConfig.get()
+    name = hydra.runtime.choices.get("recipe") or hydra.runtime.choices["method"]
+    return f"{name}-{hydra.job.num}" if hydra.mode == RunMode.MULTIRUN else name
 
 
 def explain(error: BaseException) -> str:
@@ -64,6 +90,9 @@ def explain(error: BaseException) -> str:
         inner = inner.__cause__
     text = next((part for part in parts if part), type(error).__name__)
     text = text.split("Config search path:")[0].strip()
+    text = re.sub(r"\n\s*(reference|object)_type=.*", "", text)
+    if "is not in struct" not in " ".join(parts):  # only trees that take any key can be appended to
+        text = re.sub(r"\nTo append to your config use .*", "", text)
     detail = next((part for part in parts[1:] if part and part not in text), "")
     return "\n".join(
         line for line in (text, detail.splitlines()[0] if detail else "", _advice(" ".join(parts))) if line
@@ -72,8 +101,10 @@ def explain(error: BaseException) -> str:
 
 def _advice(text: str) -> str:
     """The nearest known name to what Hydra did not know."""
-    if found := re.search(r"Could not find '(?:recipe|method)/([^']+)'", text):
-        return _nearest(found[1], _recipes()).strip() or f"known recipes: {', '.join(_recipes())}"
+    if found := re.search(r"Could not find '\w+/([^']+)'", text):
+        return _nearest(found[1], re.findall(r"^\t(\S+)$", text, re.MULTILINE)).strip()
+    if "No match in the defaults list" in text or "is not in struct" in text:
+        return ""
     if found := re.search(r"Could not override '([^']+)'", text):
         return _nearest(found[1], known_keys()).strip()
     if found := re.search(r"Key '([^']+)' (?:is )?not in", text):
@@ -83,14 +114,15 @@ def _advice(text: str) -> str:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name.lstrip("+~"), list(known), n=3, cutoff=0.5)
-    return f" Did you mean {' or '.join(close)}?" if close else ""
+    """The known names that look like this one as a whole or, for dotted keys, in their last part."""
 
+    def alike(key: str) -> float:
+        return max(difflib.SequenceMatcher(None, name, k).ratio() for k in (key, key.rpartition(".")[2]))
 
-def _recipes() -> list[str]:
-    from pathlib import Path
-
-    return sorted(path.stem for path in (Path(__file__).parent / "recipe").glob("*.yaml"))
+    score = {key: alike(key) for key in known}
+    best = max(score.values(), default=0)
+    close = [key for key, value in score.items() if value >= max(0.6, best - 0.05)]
+    return f" Did you mean {' or '.join(sorted(close)[:3])}?" if close else ""
 
 
 def known_keys() -> list[str]:

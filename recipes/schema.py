@@ -30,7 +30,7 @@ class Run:
 
     task: str | None = None  # what the command does; see its README section
     run: str | None = None  # name under runs/; None: <recipe>-<target>
-    overwrite: bool = False  # start a run of this name again, whatever it holds
+    overwrite: bool = False  # start a run of this name again, deleting the one that is there
     target: str = EMBEDDED  # a directory, a hub name, or smollm2-embedded
     drafter: str | None = None  # a drafter directory
     out: str | None = None  # a file or directory to write

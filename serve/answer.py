@@ -9,7 +9,6 @@ from time import perf_counter
 
 import torch
 
-from data.chat import Renderer
 from drafters.method import Drafter
 from drafters.target import Target
 from drafters.types import States
@@ -24,6 +23,13 @@ class ServeConfig:
     max_new_tokens: int = 256
     temperature: float = 0.0
     compare: bool = True  # also decode plainly, and compare ids and speed
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or self.temperature < 0:
+            raise ValueError(
+                f"serve.max_new_tokens={self.max_new_tokens}, serve.temperature={self.temperature}: "
+                "give at least 1 token, and a temperature of 0 (greedy) or more"
+            )
 
 
 @dataclass(frozen=True)
@@ -58,19 +64,25 @@ def capacity_for(target: Target, prompt: list[int], config: ServeConfig, num_dra
     most = target.config.max_position_embeddings
     if need - num_drafts > most:
         raise ValueError(
-            f"{len(prompt)} prompt tokens and serve.max_new_tokens={config.max_new_tokens} exceed the target's context of {most}"
+            f"{len(prompt)} prompt tokens and serve.max_new_tokens={config.max_new_tokens} exceed the "
+            f"target's context of {most}; shorten the prompt or lower serve.max_new_tokens"
         )
     return need
 
 
 def pick_drafts(target: Target, drafter: Drafter, tau_by_n: Mapping[str, float]) -> int:
-    """The N with the most tokens a second on this machine: measured costs over known acceptance.
-
-    0 means that plain decoding is faster here.
-    """
+    """The N with the most tokens a second on this machine: measured costs over known acceptance."""
     costs = {n: round_seconds(target, drafter, n) for n in range(drafter.max_drafts + 1)}
-    taus = {0: 1.0, **{int(n): tau for n, tau in tau_by_n.items()}}
-    return max((n for n in costs if n in taus), key=lambda n: taus[n] / costs[n])
+    return best_drafts(costs, {int(n): tau for n, tau in tau_by_n.items()})
+
+
+def best_drafts(seconds: Mapping[int, float], taus: Mapping[int, float]) -> int:
+    """The N with the most tokens a second, of those whose cost and tau are both known.
+
+    0 means that plain decoding, one token a pass, is the fastest.
+    """
+    taus = {**taus, 0: 1.0}
+    return max((n for n in sorted(seconds) if n in taus), key=lambda n: taus[n] / seconds[n])
 
 
 @torch.inference_mode()
@@ -99,7 +111,3 @@ def _keep_nothing(engine: Engine, rows: range, states: States, tokens: torch.Ten
     if engine.proposer:
         engine.proposer.advance(engine.state, rows, states, tokens, [1])
         engine.state.lengths[0] -= 1
-
-
-def render_prompt(render: Renderer, prompt: str) -> list[int]:
-    return render.prompt_ids([{"role": "user", "content": prompt}])

@@ -67,11 +67,12 @@ class SlotCache(Cache):
         self.position_BJ = self.row_B1 = torch.empty(0)
 
     def stage(
-        self, rows: range, num: int, device: torch.device | str
+        self, rows: range, num: int, device: torch.device | str, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
         """The next pass feeds ``num`` tokens to each of ``rows``: their positions, and the mask(s).
 
-        One boolean mask ``[B, 1, num, visible]``, or one a layer type where the target mixes windows.
+        One mask ``[B, 1, num, visible]`` to add to the scores (eager attention, as of gpt-oss, adds a
+        boolean one too), or one a layer type where the target mixes windows.
         """
         lengths_B = torch.tensor([self.lengths[row] for row in rows], device=device)
         longest = max(self.lengths[row] for row in rows) + num
@@ -83,10 +84,12 @@ class SlotCache(Cache):
         at_T = torch.arange(longest, device=device)
         query_BJ1 = self.position_BJ[..., None]
         causal_BJT = at_T <= query_BJ1
-        masks = {
-            kind: (causal_BJT if window is None else causal_BJT & (at_T > query_BJ1 - window))[:, None]
-            for kind, window in self.windows.items()
-        }
+        hidden = torch.finfo(dtype).min
+        masks = {}
+        for kind, window in self.windows.items():
+            visible_BJT = causal_BJT if window is None else causal_BJT & (at_T > query_BJ1 - window)
+            scores_BJT = torch.zeros(visible_BJT.shape, dtype=dtype, device=device)
+            masks[kind] = scores_BJT.masked_fill_(~visible_BJT, hidden)[:, None]
         return self.position_BJ, next(iter(masks.values())) if len(masks) == 1 else masks
 
     def commit(self, rows: range, kept: list[int]) -> None:
@@ -96,12 +99,13 @@ class SlotCache(Cache):
 
     def move(self, source: int, target: int) -> None:
         """Put a request into another slot (the last one into a hole)."""
+        length = self.lengths[source]
         for layer in self.layers:
-            length = self.lengths[source]
+            if not layer.is_initialized:  # a layer that reads another layer's keys (Gemma 4) writes none
+                continue
             layer.keys[target, :, :length] = layer.keys[source, :, :length]
             layer.values[target, :, :length] = layer.values[source, :, :length]
-        self.lengths[target] = self.lengths[source]
-        self.lengths[source] = 0
+        self.lengths[target], self.lengths[source] = length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.lengths[self.rows.start] if self.rows else 0

@@ -75,8 +75,10 @@ class Engine:
         capacity: int = 2048,
         chunk: int = 512,
     ) -> None:
-        self.target, self.proposer = target, proposer
+        _check_target(target)
+        self.target = target
         self.num_drafts = 0 if proposer is None else _check_drafts(proposer, num_drafts)
+        self.proposer = proposer = proposer if self.num_drafts else None
         self.layer_ids = proposer.layer_ids if proposer else []
         self.slots, self.capacity, self.chunk = slots, capacity, chunk
         self.cache = SlotCache(target.num_layers, slots, capacity, target.attention_windows)
@@ -109,8 +111,9 @@ class Engine:
         longest = len(request.prompt) + request.max_new_tokens + self.num_drafts
         if request.max_new_tokens < 1 or longest > self.capacity:
             raise ValueError(
-                f"request {request.name}: {len(request.prompt)} prompt tokens, {request.max_new_tokens} new ones "
-                f"and {self.num_drafts} drafts; a slot holds {self.capacity}. Shorten it or raise the capacity"
+                f"request {request.name}: {len(request.prompt)} prompt tokens, {request.max_new_tokens} new "
+                f"ones, {self.num_drafts} drafts; a slot holds {self.capacity}, an answer one token or more; "
+                "shorten the request or raise the capacity"
             )
         self.waiting.append(Answer(request))
 
@@ -155,13 +158,13 @@ class Engine:
         return done
 
     def propose(self, rows: range, anchors_B: Tensor) -> Proposal:
-        if not self.num_drafts:
+        if self.proposer is None:
             return Proposal(anchors_B.new_empty(len(rows), 0))
         return self.proposer.propose(self.state, rows, anchors_B, self.num_drafts)
 
     def forward(self, rows: range, tokens_BJ: Tensor, head_rows: int | None = None):
         """Logits of the last ``head_rows`` positions (``None``: all), and states of all."""
-        position_BJ, mask = self.cache.stage(rows, tokens_BJ.shape[1], self.target.device)
+        position_BJ, mask = self.cache.stage(rows, tokens_BJ.shape[1], self.target.device, self.target.dtype)
         states = self.target.states(
             tokens_BJ,
             self.layer_ids,
@@ -182,7 +185,10 @@ class Engine:
             accepted_B, next_B = verify_greedy(logits_BJV.argmax(-1), drafts_BK)
             next_tokens = next_B.tolist()
         else:
-            uniforms = [_uniforms(a.request.seed, self._position(a), drafts_BK.shape[1]) for a in self.active]
+            uniforms = [
+                _uniforms(a.request.seed, "accept", self._position(a), drafts_BK.shape[1])
+                for a in self.active
+            ]
             accepted_B, law_BV = verify(
                 self._laws(logits_BJV, rows),
                 proposal.laws_BKV,
@@ -260,7 +266,7 @@ class Engine:
     def _draw(self, answer: Answer, law_V: Tensor, position: int) -> int:
         if answer.request.temperature == 0:
             return int(law_V.argmax())
-        (u,) = _uniforms(answer.request.seed + 1, position, 1)
+        (u,) = _uniforms(answer.request.seed, "next", position, 1)
         cumulative_V = law_V.double().cumsum(0)
         at = torch.searchsorted(cumulative_V, cumulative_V[-1:] * u, right=True)
         return min(int(at), len(law_V) - 1)
@@ -269,10 +275,19 @@ class Engine:
         return torch.tensor(values, dtype=torch.long, device=self.target.device)
 
 
-def _uniforms(seed: int, position: int, num: int) -> list[float]:
-    """Draws that depend on a request's seed and a position alone."""
-    stream = random.Random(f"{seed}/{position}")
+def _uniforms(seed: int, purpose: str, position: int, num: int) -> list[float]:
+    """Draws that depend on a request's seed and a position alone; each purpose has its own."""
+    stream = random.Random(f"{seed}/{purpose}/{position}")
     return [stream.random() for _ in range(num)]
+
+
+def _check_target(target: Target) -> None:
+    """``ValueError`` for a family that keeps a running state beside, or in place of, keys and values."""
+    if target.model._is_stateful:
+        raise ValueError(
+            f"target {target.name}: {target.config.model_type} keeps a recurrent state that cannot be rolled "
+            "back after a refused draft; serve it with engine=vllm"
+        )
 
 
 def _check_drafts(proposer: Drafter, num: int | None) -> int:

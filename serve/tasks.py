@@ -34,7 +34,8 @@ def answer(run: Run) -> None:
 
     drafted = decode(Engine(target, drafter, n, capacity=capacity), prompt, run.serve, _printer(target))
     print(
-        f"\n\n{len(drafted.answer.tokens)} tokens, N={n}, tau {drafted.answer.tau:.2f}, {drafted.tokens_per_second:.1f} tokens/s"
+        f"\n\n{len(drafted.answer.tokens)} tokens, N={n}, tau {drafted.answer.tau:.2f}, "
+        f"{drafted.tokens_per_second:.1f} tokens/s"
     )
     if run.serve.compare:
         plain = decode(Engine(target, capacity=capacity), prompt, run.serve)
@@ -66,7 +67,10 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         path = Path(prompt_file).expanduser()
         if not path.is_file():
             raise ValueError(f"prompt_file={prompt_file}: no such file")
-        prompt = path.read_text(encoding="utf-8")
+        try:
+            prompt = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"prompt_file={prompt_file}: not UTF-8 text ({error})") from error
     elif prompt is None:
         if sys.stdin.isatty():
             print("prompt (end with Ctrl-D):", file=sys.stderr)

@@ -8,12 +8,26 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from pathlib import Path
+
 import pytest
 import torch
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # the models are tiny: a second thread would only wait for the first
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory) -> Path:
+    """Made once: ``target/``, a tiny random target on disk, and ``rows.jsonl``, rows that it answered."""
+    from tests import tiny
+
+    directory = tmp_path_factory.mktemp("workshop")
+    of = tiny.target(layers=8)
+    tiny.save(of, directory / "target")
+    tiny.write_rows(directory / "rows.jsonl", tiny.answered_rows(of, 24))
+    return directory

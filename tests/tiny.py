@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from drafters.target import Target
+from data.capture import capture
+from data.pack import pack
+from drafters.dflash import DFlashConfig
+from drafters.method import Drafter, build
+from drafters.target import Target, tokenizer_hash
 from drafters.types import Example
 
-MARKERS = ("<s>", "<|end|>", "<pad>", "<mask>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<think>")
+MARKERS = (
+    "<s>",
+    "<|end|>",
+    "<pad>",
+    "<mask>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<|tool|>",
+    "<think>",
+)
 CHATML = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -38,7 +55,9 @@ def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     )
 
 
-def llama(layers: int = 5, hidden: int = 32, vocab: int | None = None, seed: int = 0, **extra) -> LlamaForCausalLM:
+def llama(
+    layers: int = 5, hidden: int = 32, vocab: int | None = None, seed: int = 0, **extra
+) -> LlamaForCausalLM:
     """A random Llama whose argmax is decided: the head is scaled so that margins are wide."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -89,3 +108,57 @@ def answered(of: Target, num: int = 24, prompt: int = 8, seed: int = 0, domain: 
     question = example(prompt, prompt, seed).ids
     answer = greedy(of, question, num)
     return Example(question + answer, [False] * prompt + [True] * len(answer), domain, f"row {seed}")
+
+
+def save(of: Target, directory: Path) -> Path:
+    """The target as a directory that ``target=DIR`` loads."""
+    of.model.save_pretrained(directory)
+    of.tokenizer.save_pretrained(directory)
+    return directory
+
+
+def answered_rows(of: Target, number: int, num: int = 24) -> list[dict]:
+    """Rows as ``task=regenerate`` writes them: short questions with the target's greedy answers, ids kept."""
+    rows = []
+    for at in range(number):
+        messages = [{"role": "user", "content": f"question {at}"}]
+        prompt = of.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = greedy(of, of.tokenizer(prompt, add_special_tokens=False)["input_ids"], num)
+        answer = {"role": "assistant", "content": of.tokenizer.decode(ids, skip_special_tokens=True)}
+        rows.append(
+            {
+                "id": f"row-{at}",
+                "domain": ("chat", "code")[at % 2],
+                "messages": [*messages, answer],
+                "answers": [[1, ids]],
+                "finish_reason": "stop" if ids[-1] in of.stop_ids else "length",
+                "tokenizer": tokenizer_hash(of.tokenizer),
+            }
+        )
+    return rows
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    """JSON Lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def dflash(of: Target, **settings) -> Drafter:
+    """An untrained block drafter, four drafts a round in z-lab's layout."""
+    chosen = {"init": "random", "num_states": 2, "block_size": 5, **settings}
+    return build(DFlashConfig(**chosen), of).eval()
+
+
+def trained(of: Target, examples: list[Example], steps: int = 60, **settings) -> Drafter:
+    """A block drafter that knows some of the examples' answers: rounds accept all, some and none."""
+    drafter = dflash(of, **settings).train()
+    batch = pack(examples, capture(of, examples, drafter.layer_ids, with_last=True))
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        loss = drafter(drafter.place(batch, generator))
+        optimizer.zero_grad()
+        (loss.sum / loss.count).backward()
+        optimizer.step()
+    return drafter.eval()

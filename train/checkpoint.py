@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from train.engine import Engine, rank
+
+WHOLE, PARTIAL = "step_????????", ".step_????????.tmp"
 
 
 @dataclass
@@ -17,12 +20,12 @@ class Progress:
 
     step: int = 0
     best_tau: float = 0.0
-    best_step: int = -1
-    data_key: str = ""
+    best_step: int = 0
+    belongs: dict[str, Any] = field(default_factory=dict)  # what a resumed run must have again, by name
 
 
 def save(engine: Engine, directory: Path, progress: Progress, keep: int) -> None:
-    """Write ``checkpoints/step_XXXXXXXX``; the oldest beyond ``keep`` are removed afterwards."""
+    """Write ``checkpoints/step_XXXXXXXX``; all but the newest ``keep`` are removed afterwards."""
     final = directory / f"step_{progress.step:08d}"
     scratch = directory / f".{final.name}.tmp"
     if rank() == 0:
@@ -36,9 +39,22 @@ def save(engine: Engine, directory: Path, progress: Progress, keep: int) -> None
         _flush(scratch)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(scratch, final)
-        for old in checkpoints(directory)[:-keep]:
-            shutil.rmtree(old)
+        ours = {path for pattern in (WHOLE, PARTIAL) for path in directory.glob(pattern)}
+        for old in ours - set(checkpoints(directory)[-keep:]):
+            shutil.rmtree(old)  # what a killed save left is among them
     engine.barrier()
+
+
+def check(directory: Path, belongs: dict[str, Any]) -> None:
+    """``ValueError`` naming what is not as it was when the newest checkpoint was written."""
+    found = checkpoints(directory)
+    then = _progress(found[-1]).belongs if found else belongs
+    for name, value in belongs.items():
+        if then[name] != value:
+            raise ValueError(
+                f"{found[-1]} belongs to other {name}: {then[name]} then, {value} now. Start with the same "
+                "again, give this run another name with run=NAME, or overwrite=true to start it anew."
+            )
 
 
 def load(engine: Engine, directory: Path) -> Progress | None:
@@ -47,12 +63,16 @@ def load(engine: Engine, directory: Path) -> Progress | None:
     if not found:
         return None
     engine.load(found[-1])
-    return Progress(**json.loads((found[-1] / "progress.json").read_text()))
+    return _progress(found[-1])
 
 
 def checkpoints(directory: Path) -> list[Path]:
     """Complete checkpoints, oldest first: a folder has its final name only when it is whole."""
-    return sorted(path for path in directory.glob("step_*") if (path / "progress.json").is_file())
+    return sorted(path for path in directory.glob(WHOLE) if (path / "progress.json").is_file())
+
+
+def _progress(path: Path) -> Progress:
+    return Progress(**json.loads((path / "progress.json").read_text()))
 
 
 def _flush(directory: Path) -> None:

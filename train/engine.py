@@ -49,6 +49,7 @@ class PlainEngine:
         return torch.autocast(self.device.type, self.dtype)
 
     def backward(self, loss: Tensor) -> None:
+        """Add the gradient of one micro-batch."""
         loss.backward()
 
     def step(self, rate: float) -> float:
@@ -61,9 +62,9 @@ class PlainEngine:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def total(self, value: float) -> float:
-        """The sum of a number over all ranks."""
-        return value
+    def total(self, numbers: dict[str, float]) -> dict[str, float]:
+        """The sum of each over all ranks; 0 counts where a rank has none of that name."""
+        return numbers
 
     def barrier(self) -> None:
         pass
@@ -108,6 +109,7 @@ class DeepSpeedEngine:
             "bf16": {"enabled": dtype == torch.bfloat16},
             "steps_per_print": 10**9,
         }
+        self.unstepped = False  # the last micro-batch has not been counted by DeepSpeed's own step()
         deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl", verbose=False)
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -119,21 +121,25 @@ class DeepSpeedEngine:
         return nullcontext()  # DeepSpeed keeps bf16 parameters with an fp32 master copy
 
     def backward(self, loss: Tensor) -> None:
+        if self.unstepped:
+            self.module.step()  # DeepSpeed counts micro-batches here, and updates at the last of them
         # DeepSpeed averages over ranks; the loss is already divided by the count of all of them.
         self.module.backward(loss * world_size(), scale_wrt_gas=False)
+        self.unstepped = True
 
     def step(self, rate: float) -> float:
         for group in self.module.optimizer.param_groups:
             group["lr"] = rate
         self.module.step()
+        self.unstepped = False
         norm = self.module.get_global_grad_norm()
         _check_norm(norm)
         return float(norm)
 
-    def total(self, value: float) -> float:
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
-        return float(tensor)
+    def total(self, numbers: dict[str, float]) -> dict[str, float]:
+        ranks: list[dict[str, float]] = [{}] * world_size()
+        dist.all_gather_object(ranks, numbers)
+        return {name: sum(one.get(name, 0.0) for one in ranks) for name in sorted(set().union(*ranks))}
 
     def barrier(self) -> None:
         dist.barrier()
@@ -143,30 +149,33 @@ class DeepSpeedEngine:
 
     def load(self, directory: Path) -> None:
         found, _ = self.module.load_checkpoint(str(directory), tag="engine")
-        if found is None:
-            raise ValueError(
-                f"{directory}: DeepSpeed found no checkpoint for {world_size()} ranks; resume on as many ranks as wrote it"
-            )
+        assert found is not None, directory
 
 
 Engine = PlainEngine | DeepSpeedEngine
+
+
+def check_launch(kind: str, packs: int) -> None:
+    """Refuse what cannot run on the processes that were started, before anything is loaded."""
+    if kind == "plain" and world_size() > 1:
+        raise ValueError(
+            f"train.engine=plain runs one process, but {world_size()} were started; write deepspeed or auto"
+        )
+    if packs % world_size():
+        near = packs + world_size() - packs % world_size()
+        raise ValueError(
+            f"train.packs={packs}: must be a multiple of the {world_size()} ranks that share them, "
+            f"for example {near}"
+        )
 
 
 def make_engine(
     kind: str, config: OptimConfig, device: str, dtype: torch.dtype, packs: int, stage: int
 ) -> Engine:
     """``kind``: plain, deepspeed, or auto (deepspeed where there are several ranks)."""
-    if kind not in ("auto", "plain", "deepspeed"):
-        raise ValueError(f"train.engine={kind}: write auto, plain or deepspeed")
-    if kind == "plain" and world_size() > 1:
-        raise ValueError(
-            f"train.engine=plain runs one process, but {world_size()} were started; use deepspeed"
-        )
     place = local_device(device)
     if kind == "plain" or (kind == "auto" and world_size() == 1):
         return PlainEngine(config, place, dtype)
-    if packs % world_size():
-        raise ValueError(f"train.packs={packs}: must be a multiple of the {world_size()} ranks")
     return DeepSpeedEngine(config, place, dtype, packs // world_size(), stage)
 
 
@@ -182,6 +191,6 @@ def local_device(device: str) -> torch.device:
 def _check_norm(norm: Any) -> None:
     if not bool(torch.isfinite(torch.as_tensor(norm))):
         raise ValueError(
-            f"the gradient norm is {float(norm)}: stop here, the last checkpoint is good. Lower optim.lr, and run "
-            "`python -m data task=inspect` on the rows; in bfloat16 also try dtype=float32"
+            f"the gradient norm is {float(norm)}: stop here, the last checkpoint is good. Lower optim.lr, "
+            "and run `python -m data task=inspect` on the rows; in bfloat16 also try hardware.dtype=float32"
         )

@@ -6,9 +6,11 @@ import hashlib
 import json
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from data.capture import source
+from data.capture import check_ids, source
 from data.examples import examples as to_examples
 from data.examples import renderer
 from data.sources import BUNDLED, check_skips, read, split_point
@@ -29,9 +31,9 @@ from drafters.types import Example
 from eval import replay, report
 from eval.evaluate import evaluate, held_out
 from train import checkpoint
-from train.engine import local_device, make_engine, rank, world_size
+from train.engine import check_launch, local_device, make_engine, rank, world_size
 from train.log import Log, cut
-from train.loop import Job, evaluating, save_best, train
+from train.loop import Job, evaluating, train
 
 if TYPE_CHECKING:
     from recipes.schema import Run
@@ -41,12 +43,21 @@ PACKAGES = ("torch", "transformers", "deepspeed", "safetensors", "numpy")
 
 @dataclass
 class Loaded:
-    """Target and conversations of a run."""
+    """Target and conversations of a run; those held out are rank 0's, which measures acceptance."""
 
     target: Target
     train: list[Example]
     held: list[Example]
     data_key: str
+
+    @property
+    def belongs(self) -> dict[str, Any]:
+        """What has to be the same again when a checkpoint is resumed."""
+        return {
+            "data": self.data_key,
+            "target weights": self.target.fingerprint["weights"],
+            "number of ranks": world_size(),
+        }
 
 
 def run_training(run: Run, recipe: str | None) -> Path:
@@ -57,14 +68,16 @@ def run_training(run: Run, recipe: str | None) -> Path:
     """
     if run.method.name == "none":
         raise ValueError("no method: add a recipe, for example `python -m train +recipe=dflash`")
-    torch.manual_seed(run.seed)
+    check_launch(run.train.engine, run.train.packs)
     directory = open_directory(run, recipe)
-    loaded = load_data(run, directory)
-    write_record(run, directory, loaded)
-    job, progress = prepare(run, directory, loaded)
-    if progress.step < job.total:
+    with begun_or_gone(directory):
+        loaded = load_data(run, directory)
+        if rank() == 0:
+            checkpoint.check(directory / "checkpoints", loaded.belongs)
+            write_record(run, directory, loaded)
+        job, progress = prepare(run, directory, loaded)
+    with closing(job.log):
         train(job, progress, run.train, run.optim, run.log.every)
-    job.log.close()
     if rank() == 0:
         export(run, job, loaded, progress)
         if run.train.report:
@@ -78,20 +91,48 @@ def run_training(run: Run, recipe: str | None) -> Path:
 
 def open_directory(run: Run, recipe: str | None) -> Path:
     """``runs/<name>``; refused when it holds a run of other settings."""
-    name = run.run or f"{recipe or run.method.name}-{Path(run.target).name}"
+    name = run.run or f"{recipe or run.method.name}-{Path(run.target).resolve().name}"
     directory = Path("runs") / name
-    if rank() == 0:
-        found = directory / "recipe.yaml"
-        if directory.exists() and run.overwrite:
-            shutil.rmtree(directory)
-        elif found.exists():
-            _refuse_other(run, yaml.safe_load(found.read_text())["settings"], directory)
-        elif directory.exists() and any(directory.iterdir()):
-            raise ValueError(
-                f"{directory} exists and is no run (it has no recipe.yaml); choose another with run=NAME"
-            )
+    record = directory / "recipe.yaml"
+    settle_dtype(run, record)
+    if rank() != 0:
+        return directory
+    if directory.exists() and any(directory.iterdir()) and not record.exists():
+        raise ValueError(
+            f"{directory} exists and is no run (it has no recipe.yaml); choose another with run=NAME"
+        )
+    if record.exists() and run.overwrite:
+        shutil.rmtree(directory)
+    if record.exists():
+        _refuse_other(run, yaml.safe_load(record.read_text())["settings"], directory)
+    else:
         directory.mkdir(parents=True, exist_ok=True)
+        write_record(run, directory)
     return directory
+
+
+def settle_dtype(run: Run, record: Path) -> None:
+    """``auto`` is measured, so it is decided once: a resumed run and all ranks compute as the first did."""
+    if run.hardware.dtype != "auto":
+        return
+    device = local_device(run.hardware.device)
+    if device.type == "cpu" and world_size() > 1:
+        run.hardware.dtype = "float32"
+    elif record.exists() and not run.overwrite:
+        run.hardware.dtype = yaml.safe_load(record.read_text())["settings"]["hardware"]["dtype"]
+    else:
+        run.hardware.dtype = str(pick_dtype("auto", device)).removeprefix("torch.")
+
+
+@contextmanager
+def begun_or_gone(directory: Path) -> Iterator[None]:
+    """Nothing half-written: a run that a user's mistake keeps from beginning leaves no directory."""
+    try:
+        yield
+    except ValueError:
+        if rank() == 0 and not checkpoint.checkpoints(directory / "checkpoints"):
+            shutil.rmtree(directory)
+        raise
 
 
 def settings_of(run: Run) -> dict[str, Any]:
@@ -132,22 +173,21 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def write_record(run: Run, directory: Path, loaded: Loaded) -> None:
-    """recipe.yaml: resolved settings, versions, commit, target, data hash."""
-    if rank() != 0:
-        return
+def write_record(run: Run, directory: Path, loaded: Loaded | None = None) -> None:
+    """recipe.yaml: resolved settings, versions, commit; target and data hash as soon as they are known."""
     record = {
         "settings": settings_of(run),
         "versions": versions(),
         "commit": commit(),
-        "target": loaded.target.fingerprint,
-        "data": {
+        "ranks": world_size(),
+    }
+    if loaded is not None:
+        record["target"] = loaded.target.fingerprint
+        record["data"] = {
             "key": loaded.data_key,
             "train_rows": len(loaded.train),
             "held_out_rows": len(loaded.held),
-        },
-        "ranks": world_size(),
-    }
+        }
     report.replace_file(directory / "recipe.yaml", yaml.safe_dump(record, sort_keys=False).encode())
 
 
@@ -183,15 +223,20 @@ def load_data(run: Run, directory: Path) -> Loaded:
     render = renderer(run.data, target.tokenizer, target.stop_ids)
     found, seen = to_examples(read(run.data), render, run.data.max_length, run.data.strict)
     check_skips(seen, run.data.max_skip)
+    check_ids(found, target.vocab_size)
     held = _held_out(run, target, render, directory)
     if held is None:
         border = split_point(len(found), 1 - run.data.holdout)
-        found, held = (
-            found[:border],
-            [e for e in found[border:] if all(e.mask[e.mask.index(True) :])],
+        found, held = found[:border], [turn for example in found[border:] for turn in turns(example)]
+    if rank() != 0:
+        held = []
+    elif not held:
+        raise ValueError(
+            f"data.holdout={run.data.holdout}: no conversation is left to measure acceptance on; give a "
+            "larger share, or data.eval_path=FILE"
         )
-    digest = hashlib.sha256(json.dumps([[e.ids, e.mask] for e in found]).encode()).hexdigest()[:16]
-    return Loaded(target, found, held, digest)
+    rows = json.dumps([[e.ids, e.mask] for e in (*found, *held)])
+    return Loaded(target, found, held, hashlib.sha256(rows.encode()).hexdigest()[:16])
 
 
 def _held_out(run: Run, target: Target, render, directory: Path) -> list[Example] | None:
@@ -199,22 +244,37 @@ def _held_out(run: Run, target: Target, render, directory: Path) -> list[Example
     path = run.data.eval_path or (BUNDLED if run.data.path == BUNDLED else None)
     if path is None:
         return None
+    if rank() != 0:
+        return []  # rank 0 alone measures acceptance
     return held_out(
         replace(run.data, path=path, split="eval", limit=None), target, render, run.eval, directory
     )
 
 
+def turns(example: Example) -> list[Example]:
+    """One example an answer, each with all that came before it: replay walks one answer at a time."""
+    out: list[Example] = []
+    end = 0
+    for supervised, group in groupby(example.mask):
+        start, end = end, end + len(list(group))
+        if supervised:
+            name, mask = f"{example.name} (turn {len(out) + 1})", [False] * start + [True] * (end - start)
+            out.append(Example(example.ids[:end], mask, example.domain, name))
+    return out
+
+
 def prepare(run: Run, directory: Path, loaded: Loaded) -> tuple[Job, checkpoint.Progress]:
     """States, draft vocabulary, drafter, engine; restored from the newest checkpoint where there is one."""
     target, settings = loaded.target, run.method
-    counts_V = vocabulary.count_tokens(
-        (torch.tensor(e.ids)[torch.tensor(e.mask)] for e in loaded.train), target.vocab_size
-    )
     vocab = None
     if settings.draft_vocab is not None and settings.draft_vocab < target.vocab_size:
+        counts_V = vocabulary.count_tokens(
+            (torch.tensor(e.ids)[torch.tensor(e.mask)] for e in loaded.train), target.vocab_size
+        )
         usable = None if target.tokenizer is None else len(target.tokenizer)
         vocab = vocabulary.choose(counts_V, settings.draft_vocab, target.stop_ids, usable)
         print(f"draft vocabulary: {len(vocab)} tokens, {vocab.covers(counts_V):.2%} of the supervised ones")
+    torch.manual_seed(run.seed)  # here, so that nothing before this changes what a drafter starts from
     drafter = build(settings, target, vocab).to(target.device)
     states, usable_rows = source(
         run.states, target, loaded.train, drafter.layer_ids, with_last=settings.loss.soft
@@ -234,16 +294,17 @@ def prepare(run: Run, directory: Path, loaded: Loaded) -> tuple[Job, checkpoint.
         run.train.zero_stage,
     )
     engine.wrap(drafter)
-    progress = checkpoint.load(engine, directory / "checkpoints") or checkpoint.Progress(
-        data_key=loaded.data_key
-    )
-    if progress.data_key != loaded.data_key:
-        raise ValueError(
-            f"{directory}: its checkpoints were trained on other rows (data key {progress.data_key}, now "
-            f"{loaded.data_key}); give the same data, or run=NAME for a new run"
-        )
-    cut(directory / "metrics.jsonl", progress.step)
+    progress = checkpoint.load(engine, directory / "checkpoints")
+    progress = progress or checkpoint.Progress(belongs=loaded.belongs)
     held = list(replay.paths(target, _spread(loaded.held, run.train.eval_rows), drafter.layer_ids))
+    if rank() == 0:
+        if max(path.length for path in held) < 2:
+            raise ValueError(
+                f"all {len(held)} held-out answers are another model's: the target leaves them within two "
+                "tokens, so acceptance cannot be measured. Let the target answer them: "
+                "`python -m data task=regenerate`"
+            )
+        cut(directory / "metrics.jsonl", progress.step)
     log = Log(run.log, directory, settings_of(run), total, progress.step, rank() == 0)
     return Job(drafter, engine, stream, held, directory, log, total, run.seed), progress
 
@@ -263,8 +324,6 @@ def _spread(held: Sequence[Example], number: int) -> list[Example]:
 
 def export(run: Run, job: Job, loaded: Loaded, progress: checkpoint.Progress) -> None:
     """The best weights as ``drafter/``, read back and compared before it gets that name."""
-    if not (job.directory / "best.safetensors").exists():
-        save_best(job)
     drafter = job.drafter
     drafter.load_state_dict(load_file(job.directory / "best.safetensors"))
     notes = {
@@ -305,10 +364,10 @@ def logit_difference(one, other, path: replay.Path) -> float:
     """The largest difference between two drafters' draft logits, as a share of the largest logit."""
     from data.pack import pack
 
-    batch = pack([path.example], [path.states]).to(path.states.layers_BTLD.device, torch.float32)
-    anchors_A = torch.tensor(
-        sorted({path.first, path.first + path.length // 2, path.first + path.length - 1})
-    )
+    device = one.target.device
+    batch = pack([path.example], [path.states]).to(device, torch.float32)
+    last = path.first + max(path.length, 1) - 1
+    anchors_A = torch.tensor(sorted({path.first, (path.first + last) // 2, last}), device=device)
     logits = [d.float().draft_logits(batch, anchors_A, d.max_drafts) for d in (one, other)]
     return float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
 

@@ -20,6 +20,10 @@ class LogConfig:
     wandb: bool = False  # offline unless WANDB_API_KEY is set
     project: str = "foredraft"
 
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"log.every={self.every}: give at least 1")
+
 
 class Log:
     """A progress bar, ``metrics.jsonl``, and wandb where asked for. Only rank 0 writes."""

@@ -18,6 +18,7 @@ from time import perf_counter
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from data.stream import Stream
 from drafters.method import Drafter
@@ -51,6 +52,17 @@ class TrainConfig:
                 raise ValueError(f"train.{name}={getattr(self, name)}: give at least 1")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"train.steps={self.steps}: give at least 1, or null to train for train.epochs")
+        if self.eval_every is not None and self.eval_every < 1:
+            raise ValueError(f"train.eval_every={self.eval_every}: give at least 1, or null for five checks")
+        if not self.epochs > 0:
+            raise ValueError(f"train.epochs={self.epochs}: give a number above 0")
+        if self.engine not in ("auto", "plain", "deepspeed"):
+            raise ValueError(f"train.engine={self.engine}: write auto, plain or deepspeed")
+        if self.zero_stage not in (1, 2):
+            raise ValueError(
+                f"train.zero_stage={self.zero_stage}: write 1 or 2; the drafter stays whole on every rank, "
+                "for acceptance checks and the export"
+            )
 
 
 @dataclass
@@ -81,33 +93,34 @@ def train(
     for step in range(progress.step, job.total):
         begun = perf_counter()
         micro = [place(job, batch, step, at) for at, batch in enumerate(job.stream.step(step))]
-        count = engine.total(sum(batch.count for batch in micro))
+        count = engine.total({"count": sum(batch.count for batch in micro)})["count"]
         window.waited += perf_counter() - begun
         lr = rate(step, job.total, optim)
         if count > 0:
             for batch in micro:
                 with engine.precision():
-                    loss = module(batch.to(engine.device, torch.float32))
+                    loss = module(batch.to(engine.device, torch.float32)) if batch.count else nothing(module)
                 engine.backward(loss.sum / count)
                 window.add(loss, batch)
             window.norm = engine.step(lr)
         else:
             job.log.say(
-                f"step {step}: nothing to learn from in {[n for b in micro for n in b.names]}; no update"
+                f"step {step + 1}: nothing to learn from in {[n for b in micro for n in b.names]}; no update"
             )
         window.seconds += perf_counter() - begun
 
         progress.step = step + 1
         last = progress.step == job.total
+        saving = last or progress.step % config.save_every == 0
         job.log.progress(window.postfix())
-        if progress.step % log_every == 0 or last:
+        if progress.step % log_every == 0 or saving:  # a checkpoint holds no half of a window
             job.log(
                 progress.step,
                 {"lr": lr, "epoch": job.stream.epoch_of(progress.step), **window.close(engine)},
             )
         if progress.step % eval_every == 0 or last:
             check_acceptance(job, progress)
-        if progress.step % config.save_every == 0 or last:
+        if saving:
             checkpoint.save(engine, job.checkpoints, progress, config.keep)
 
 
@@ -118,9 +131,17 @@ def place(job: Job, batch: Batch, step: int, at: int) -> Batch:
     return job.drafter.place(batch, generator)
 
 
+def nothing(module: nn.Module) -> Loss:
+    """The loss of a pack without anchors: 0, with a gradient of 0 for every parameter.
+
+    All ranks have to reduce the gradients of the same parameters, or they wait for each other for ever.
+    """
+    return Loss(torch.stack([parameter.sum() for parameter in module.parameters()]).sum() * 0.0, 0.0)
+
+
 def check_acceptance(job: Job, progress: checkpoint.Progress) -> None:
     """Replay the held-out answers at the largest N; keep the weights when they accept more than ever."""
-    if rank() != 0 or not job.held:
+    if rank() != 0:
         return
     n = job.drafter.max_drafts
     with evaluating(job.drafter):
@@ -151,7 +172,7 @@ def save_best(job: Job) -> None:
 
 
 @contextmanager
-def evaluating(module: torch.nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
     """Evaluation mode for as long as the block lasts, also when it raises."""
     was = module.training
     module.eval()
@@ -191,17 +212,15 @@ class Window:
 
     def close(self, engine: Engine) -> dict[str, float]:
         """Means over all ranks, and start again."""
-        means = {
-            f"loss/{n}": engine.total(v) / max(engine.total(self.counts[n]), 1e-9)
-            for n, v in sorted(self.sums.items())
-        }
-        tokens, seconds = engine.total(self.tokens), max(self.seconds, 1e-9)
+        sums = engine.total(self.sums)
+        counts = engine.total(self.counts)
+        seen = engine.total({"tokens": self.tokens, "anchors": self.anchors})
+        seconds = max(self.seconds, 1e-9)
         out = {
-            **means,
+            **{f"loss/{name}": value / max(counts[name], 1e-9) for name, value in sorted(sums.items())},
             "grad_norm": self.norm,
-            "tokens": tokens,
-            "anchors": engine.total(self.anchors),
-            "tokens_per_second": tokens / seconds,
+            **seen,
+            "tokens_per_second": seen["tokens"] / seconds,
             "waiting": self.waited / seconds,
         }
         self.__init__()

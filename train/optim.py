@@ -18,12 +18,18 @@ class OptimConfig:
     beta2: float = 0.95
     weight_decay: float = 0.0  # on matrices only
     warmup: float = 0.04  # share of all steps
-    final: float = 0.0  # share of lr at the last step
+    final: float = 0.0  # share of lr that the cosine comes down to
     clip: float = 1.0  # global gradient norm
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"optim.lr={self.lr}: give a positive rate")
+        for name in ("lr", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"optim.{name}={getattr(self, name)}: give a positive number")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optim.{name}={getattr(self, name)}: give at least 0 and below 1")
+        if not 0 <= self.final <= 1:
+            raise ValueError(f"optim.final={self.final}: a share of optim.lr, from 0 to 1")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"optim.warmup={self.warmup}: a share of all steps, at least 0 and below 1")
 
