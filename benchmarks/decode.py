@@ -25,7 +25,7 @@ from serve.answer import decode, drafts_for
 from serve.engine import Engine
 
 PROMPTS = (
-    "A baker sells 36 rolls in the morning and twice as many in the afternoon. How many rolls is that in all?",
+    "A baker sells 36 rolls in the morning and twice as many after noon. How many rolls is that in all?",
     "Write a Python function that counts the vowels in a string.",
     "Give me three tips for sleeping better.",
     "Explain in a few sentences why the sky is blue.",
@@ -59,6 +59,7 @@ def hugging_face(target: Target, prompt: list[int], num: int) -> tuple[list[int]
 
 
 def measure(run: Run) -> None:
+    """Time all prompts in all three ways and print the table."""
     if run.drafter is None:
         raise ValueError("drafter: name a drafter directory, for example drafter=runs/demo/drafter")
     target = load(run.target, run.hardware)
@@ -88,7 +89,8 @@ def _print(rows: list[dict], n: int) -> None:
     print(f"\n{'prompt':>6s} {'drafting':>9s} {'plain':>7s} {'generate':>9s}  tokens/s   tau   ids equal")
     for index, row in enumerate(rows):
         same = row["drafting_ids"] == row["plain_ids"]
-        print(f"{index:6d} {row['drafting']:9.1f} {row['plain']:7.1f} {row['generate']:9.1f} {row['tau']:15.2f}   {same}")
+        speeds = f"{row['drafting']:9.1f} {row['plain']:7.1f} {row['generate']:9.1f}"
+        print(f"{index:6d} {speeds} {row['tau']:15.2f}   {same}")
     rate = {name: _harmonic([row[name] for row in rows]) for name in ("drafting", "plain", "generate")}
     result = {
         "benchmark": "decode",

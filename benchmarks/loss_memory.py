@@ -1,4 +1,4 @@
-"""Peak extra memory and gradients of the chunked loss against the plain one: ``python -m benchmarks.loss_memory``.
+"""Memory and gradients of the chunked loss beside the plain one: ``python -m benchmarks.loss_memory``.
 
 4,096 positions over a vocabulary of 49,152, hidden 576, fp32. Each version runs in a process of its own,
 and its peak is the growth of resident memory above what its inputs take.
@@ -21,6 +21,7 @@ POSITIONS, VOCAB, HIDDEN = 4096, 49152, 576
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same random hidden states, head, labels and weights for every version."""
     generator = torch.Generator().manual_seed(0)
     hidden_PD = torch.randn(POSITIONS, HIDDEN, generator=generator)
     head_ND = torch.randn(VOCAB, HIDDEN, generator=generator) / HIDDEN**0.5
@@ -36,10 +37,12 @@ def measure(name: str, queue) -> None:
     (hidden_PD[:64].detach() @ head_ND[:64].T).sum()  # the matrix library takes its buffers
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = perf_counter()
-    loss, _ = {"plain": plain, "chunked": chunked}[name](hidden_PD, head_ND, labels_P, weights_P, LossWeights())
+    form = {"plain": plain, "chunked": chunked}[name]
+    loss, _ = form(hidden_PD, head_ND, labels_P, weights_P, LossWeights())
     (loss / weights_P.sum()).backward()
     seconds = perf_counter() - start
-    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (1 if sys.platform == "darwin" else 1024)
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
     queue.put((loss.item(), hidden_PD.grad.numpy(), seconds, peak))
 
 
@@ -57,7 +60,7 @@ def main() -> None:
     print(f"{'version':10s} {'loss':>12s} {'seconds':>8s} {'peak extra MB':>14s}")
     for name, (value, _, took, extra) in found.items():
         print(f"{name:10s} {value:12.4f} {took:8.2f} {extra / 1e6:14.0f}")
-    print(f"memory {peak_c / peak:.3f} of the plain version, gradients equal to {difference:.1e} of the largest")
+    print(f"memory {peak_c / peak:.3f} of the plain version, gradients equal to {difference:.1e} relative")
     result = {
         "benchmark": "loss_memory",
         "memory_ratio": peak_c / peak,

@@ -62,7 +62,7 @@ def check_ids(examples: Sequence[Example], vocab_size: int) -> None:
             bad = next(i for i in example.ids if not 0 <= i < vocab_size)
             raise ValueError(
                 f"{example.name}: token id {bad} is outside the target's vocabulary of {vocab_size}; "
-                "the row was tokenised for another target, remove its answer_ids or regenerate it"
+                "the row was tokenised for another target, remove its answers or regenerate it"
             )
 
 
@@ -94,7 +94,17 @@ def source(
         store.write([by_key[key] for key in captured], list(captured.values()))
 
     bad = _fill(config, target, missing, layer_ids, with_last, keep)
-    return lambda some: [store.read(example) for example in some], _without(examples, bad, config.max_bad)
+    return lambda some: [_read(store, example) for example in some], _without(examples, bad, config.max_bad)
+
+
+def _read(store: Store, example: Example) -> States:
+    try:
+        return store.read(example)
+    except BadStates as reason:
+        raise ValueError(
+            f"{example.name}: stored states cannot be used: {reason}; delete that file in {store.directory} "
+            "and run again, what it held is captured anew"
+        ) from reason
 
 
 def open_store(config: StatesConfig, target: Target, layer_ids: Sequence[int], with_last: bool) -> Store:
@@ -159,4 +169,6 @@ def _without(examples: Sequence[Example], bad: dict[str, str], max_bad: float) -
             f"states.max_bad={max_bad} allows; {dict(reasons)}; first: {next(iter(bad.values()))}. "
             "Check the target's dtype (float16 overflows) and its attention implementation."
         )
+    for text in bad.values():
+        tqdm.write(f"left out, {text}")
     return left

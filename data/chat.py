@@ -134,6 +134,8 @@ class Renderer:
         text, spans = self.supervised_spans(messages, tools, truncated=truncated)
         ids, mask = self._ids_and_mask(text, spans)
         if not any(mask):
+            if any(m["role"] == "assistant" and (m.get("content") or m.get("tool_calls")) for m in messages):
+                raise Skip("the chat template leaves no assistant text; give another with data.chat_template")
             raise Skip("no assistant text")
         if max_length is not None and len(ids) > max_length:
             ids, mask = ids[:max_length], mask[:max_length]
@@ -211,17 +213,27 @@ class Renderer:
         alone = self._render(marked[: index + 1], tools, False)
         closing = alone[alone.rindex(CLOSE) + 1 :].replace(OPEN, "") if CLOSE in alone else ""
         end = content_end + _common_prefix(closing, whole[content_end:])
-        # The header is the longest part of the generation prompt that stands before the content.
+        end = max(content_end, self._added_token_at(whole, end)[0])
+        # The header is the longest part of the generation prompt, in whole tokens, before the content.
         header = ""
         if prompt is not None:
             header = prompt[_common_prefix(self._render(messages[:index], tools, False), prompt) :]
         start = content_start
-        for size in range(len(header), 0, -1):
+        ends = {last for _, last in self._encode_pieces(header, [])[1] if last}
+        for size in sorted(ends, reverse=True):
             at = whole.rfind(header[:size], floor, max(content_start, floor))
             if at >= 0:
-                start = at + size
+                start = min(max(content_start, floor), self._added_token_at(whole, at + size)[1])
                 break
         return start, content_end, end
+
+    def _added_token_at(self, text: str, at: int) -> tuple[int, int]:
+        """Where the added token begins and ends that ``at`` would cut in two; else ``at`` twice."""
+        for token in self._added_texts:
+            begin = text.find(token, max(0, at - len(token) + 1), at + len(token) - 1)
+            if begin >= 0:
+                return begin, begin + len(token)
+        return at, at
 
     def _end_of_turn(self, whole: str, start: int, end: int) -> int:
         """Cut the template's own text after the end-of-turn token (ChatML's newline)."""
@@ -236,6 +248,10 @@ class Renderer:
     def _stop_texts(self) -> list[str]:
         tokens = [self.tokenizer.convert_ids_to_tokens(i) for i in self.stop_ids]
         return [token for token in [*tokens, self.tokenizer.eos_token] if token]
+
+    @cached_property
+    def _added_texts(self) -> list[str]:
+        return [token.content for token in self.tokenizer.added_tokens_decoder.values()]
 
     @cached_property
     def _special_texts(self) -> list[str]:

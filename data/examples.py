@@ -62,7 +62,7 @@ def of_row(row: Row, render: Renderer, max_length: int | None) -> list[Example]:
 def _answered(row: Row, render: Renderer, max_length: int | None) -> Iterator[Example]:
     """Kept ids after the prompt that a server would build: nothing is tokenised a second time."""
     if row.tokenizer != render.tokenizer_hash:
-        raise Skip("its answer_ids are of another tokenizer; answer it again with task=regenerate")
+        raise Skip("its answers are of another tokenizer; answer it again with task=regenerate")
     usable = 0
     for index, ids in row.answers:
         prompt = render.prompt_ids(row.messages[:index], row.tools)
@@ -87,9 +87,7 @@ def questions(row: Row) -> list[list[Message]]:
     A trailing answer and all that a target gave before are dropped. Between two user messages in a row
     an answer belongs; other assistant turns are history and stay.
     """
-    given = [m for at, m in enumerate(row.messages) if at not in {index for index, _ in row.answers}]
-    while given and given[-1]["role"] == "assistant":
-        given.pop()
+    given = row.asked
     parts: list[list[Message]] = [[]]
     for at, message in enumerate(given):
         parts[-1].append(message)

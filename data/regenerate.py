@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,42 +59,52 @@ def regenerate(
     config: RegenerateConfig,
     *,
     max_length: int,
+    counts: Counter[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Answered rows as JSON objects, in the order they finish.
 
     Each has ``messages`` with the answers in place, ``answers``: (index of the message, its ids), and
     ``finish_reason`` of the last answer: ``length`` when it was cut, and then it ends in no stop token.
+    A later question that leaves no room stays in ``messages`` unanswered. ``counts`` is filled with why
+    rows and questions were left out, and with how many answers were cut.
     """
-    jobs = {}
+    counts = Counter() if counts is None else counts
+    jobs: dict[str, _Job] = {}
     for row in rows:
-        parts = questions(row)
-        if row.skip is None and parts:
-            jobs[row.key] = _Job(row, parts, [], [])
+        if row.skip is None and row.key in jobs:
+            counts["same id and question as an earlier row"] += 1
+        elif row.skip is None:
+            jobs[row.key] = _Job(row, questions(row), [], [])
     engine = Engine(target, slots=config.batch, capacity=max_length)
     for job in list(jobs.values()):
-        if not _ask(engine, render, job, config, max_length):
+        if not _ask(engine, render, job, config, max_length, counts):
             jobs.pop(job.row.key)
     with tqdm(total=len(jobs), unit="row", desc="answers", mininterval=1) as bar:
         while engine.busy:
             for answer in engine.step():
                 job = jobs[answer.request.name]
                 _take(render, job, answer, target.stop_ids)
-                if job.parts and _ask(engine, render, job, config, max_length):
+                counts["answer cut at regenerate.max_new_tokens"] += job.finish == "length"
+                if job.parts and _ask(engine, render, job, config, max_length, counts):
                     continue
+                job.messages += [message for part in job.parts for message in part]
                 yield _as_json(job, render, target, config)
                 bar.update()
 
 
-def _ask(engine: Engine, render: Renderer, job: _Job, config: RegenerateConfig, max_length: int) -> bool:
+def _ask(engine: Engine, render: Renderer, job: _Job, config: RegenerateConfig, max_length: int,
+         counts: Counter[str]) -> bool:  # fmt: skip
     """Submit the next question; ``False`` when it does not fit or does not render."""
     messages = job.messages + job.parts[0]
     try:
         prompt = render.prompt_ids(messages, job.row.tools)
     except Skip as reason:
         tqdm.write(f"{job.row.where}: left out, {reason}")
+        counts[str(reason)] += 1
         return False
     if len(prompt) + config.max_new_tokens > max_length:
         tqdm.write(f"{job.row.where}: left out, {len(prompt)} prompt tokens leave no room for an answer")
+        counts["its prompt leaves no room for regenerate.max_new_tokens within data.max_length"] += 1
         return False
     job.messages = messages
     job.parts.pop(0)
@@ -126,26 +137,37 @@ def append(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     number = 0
     with open(path, "a", encoding="utf-8") as file:
-        for number, row in enumerate(rows, start=1):
+        for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             file.flush()
+            number += 1
         os.fsync(file.fileno())
     return number
 
 
 def done(path: Path) -> set[str]:
-    """Keys of the rows that a previous run answered; a half-written last line is cut off."""
+    """Keys of the rows that a previous run answered; a half-written last line is cut off.
+
+    Errors: ``ValueError`` naming the first line that is no answered row: then the file is another's.
+    """
     if not path.exists():
         return set()
-    keys, good = set(), b""
-    for line in path.read_bytes().splitlines(keepends=True):
-        row = row_of(0, str(path), parse(line)) if line.endswith(b"\n") else None
-        if row is None or row.skip:
-            break
-        good += line
+    lines = path.read_bytes().splitlines(keepends=True)
+    begun = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+    keys = set()
+    for number, line in enumerate(lines, start=1):
+        row = row_of(number - 1, f"{path}:{number}", parse(line))
+        if not row.answers:
+            raise ValueError(f"{row.where}: {row.skip or 'a row without answers'}; {_OTHERS}")
         keys.add(row.key)
-    if len(good) != path.stat().st_size:
+    if begun:
+        if not begun.startswith(_BEGINS[: len(begun)]):
+            raise ValueError(f"{path}:{len(lines) + 1}: not the beginning of an answered row; {_OTHERS}")
         scratch = path.with_suffix(".tmp")
-        scratch.write_bytes(good)
+        scratch.write_bytes(b"".join(lines))
         os.replace(scratch, path)
     return keys
+
+
+_BEGINS = b'{"id": '
+_OTHERS = "this file was not written by task=regenerate and is left as it is, name another with out=FILE"

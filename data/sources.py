@@ -64,11 +64,18 @@ class Row:
     skip: str | None = None
 
     @property
-    def key(self) -> str:
-        """Id and what was asked: what a resumed run recognises a row by, even where ids repeat."""
+    def asked(self) -> list[Message]:
+        """The messages without a trailing answer and without all that a target answered."""
         answered = {index for index, _ in self.answers}
         asked = [m for at, m in enumerate(self.messages) if at not in answered]
-        return f"{self.id}/{content_id(asked, self.tools)}"
+        while asked and asked[-1]["role"] == "assistant":
+            asked.pop()
+        return asked
+
+    @property
+    def key(self) -> str:
+        """Id and what was asked: what a resumed run recognises a row by, before and after its answer."""
+        return f"{self.id}/{content_id(self.asked, self.tools)}"
 
 
 def read(config: DataConfig) -> Iterator[Row]:
@@ -136,14 +143,22 @@ def _files(path: str) -> list[Path] | None:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, Any]]:
-    raw = lzma.open(file) if file.suffix == ".xz" else open(file, "rb")
+    raw = lzma.open(file) if file.suffix == ".xz" else open(file, "rb")  # noqa: SIM115
     with raw as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(_whole(lines, file), start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.strip():
                 continue
             yield f"{file}:{number}", parse(line)
+
+
+def _whole(lines: Iterable[bytes], file: Path) -> Iterator[bytes]:
+    """The lines; ``ValueError`` naming the file where its compression is damaged."""
+    try:
+        yield from lines
+    except (EOFError, lzma.LZMAError) as error:
+        raise ValueError(f"{file}: damaged or cut off ({error}); copy or download it again") from error
 
 
 def parse(line: bytes) -> Any:
@@ -171,10 +186,18 @@ def _dataset(name: str, split: str) -> Iterator[tuple[str, Any]]:
     except (OSError, ValueError, ConnectionError) as error:
         raise ValueError(
             f"data.path={name}: neither a file here nor a dataset that can be loaded "
-            f"({str(error).splitlines()[0]}). Give a .jsonl file, a directory of them, a dataset name or {BUNDLED}"
+            f"({str(error).splitlines()[0]}). Give a .jsonl file, a directory of them, a dataset name "
+            f"or {BUNDLED}"
         ) from error
     for index, value in enumerate(rows):
-        yield f"{name}[{index}]", value
+        yield f"{name}[{index}]", _present(value)
+
+
+def _present(value: Any) -> Any:
+    """Without the nulls that Arrow writes for every key that only other rows have."""
+    if isinstance(value, dict):
+        return {key: _present(inner) for key, inner in value.items() if inner is not None}
+    return [_present(inner) for inner in value] if isinstance(value, list) else value
 
 
 def bundled(split: str) -> Iterator[tuple[str, Any]]:
@@ -243,22 +266,27 @@ def _conversation(value: dict[str, Any]) -> list:
     for key in ("messages", "conversations", "conversation"):
         if isinstance(value.get(key), list) and value[key]:
             return value[key]
-    for question, answer in (("prompt", "response"), ("prompt", "completion"), ("question", "answer"),
-                             ("instruction", "output"), ("input", "output")):  # fmt: skip
-        if isinstance(value.get(question), str) and value[question]:
-            text = value[question]
-            if question == "instruction" and value.get("input"):
-                text = f"{text}\n\n{value['input']}"
-            messages = [{"role": "user", "content": text}]
-            if value.get("system"):
-                messages.insert(0, {"role": "system", "content": value["system"]})
-            if value.get(answer):
-                messages.append({"role": "assistant", "content": value[answer]})
-            return messages
-    if isinstance(value.get("prompt"), list) and value["prompt"]:
-        return value["prompt"]
+    answer: Any = next(
+        (value[key] for key in ("response", "completion", "answer", "output") if value.get(key)), []
+    )
+    answers = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
+    for key in ("prompt", "question", "instruction", "input"):
+        given = value.get(key)
+        if isinstance(given, list) and given:
+            return given + answers
+        if isinstance(given, str) and given:
+            system = [{"role": "system", "content": value["system"]}] if value.get("system") else []
+            return [*system, {"role": "user", "content": _with_material(value, key)}, *answers]
     raise Skip(
         f"no conversation: none of messages, conversations, prompt, instruction in {sorted(value)[:8]}"
+    )
+
+
+def _with_material(value: dict[str, Any], key: str) -> str:
+    """An instruction or question with the text that it is about."""
+    material = [value[name] for name in ("input", "context") if name != key and value.get(name)]
+    return "\n\n".join(
+        [value[key], *map(str, material)] if key in ("instruction", "question") else [value[key]]
     )
 
 
@@ -266,7 +294,7 @@ def _message(message: Any) -> Message:
     if not isinstance(message, dict):
         raise Skip("a message is not an object")
     role = message.get("role", message.get("from"))
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise Skip(f"unknown role {role!r}")
     content = message.get("content", message.get("value"))
     out: Message = {"role": ROLES[role], "content": _content(content)}
@@ -344,7 +372,8 @@ def check_skips(rows: list[Row], max_skip: float) -> None:
     first = {row.skip: row.where for row in reversed(bad)}
     table = "\n".join(f"  {n:6d}  {reason}  (first: {first[reason]})" for reason, n in reasons.most_common())
     raise ValueError(
-        f"{len(bad)} of {len(rows)} rows cannot be used, more than data.max_skip={max_skip} allows:\n{table}\n"
+        f"{len(bad)} of {len(rows)} rows cannot be used, more than data.max_skip={max_skip} allows:\n"
+        f"{table}\n"
         "Mend or remove them, or raise data.max_skip."
     )
 
@@ -354,7 +383,7 @@ def split_point(num: int, ratio: float) -> int:
 
     Errors: ``ValueError`` when a side that should hold rows is empty.
     """
-    first = int(Decimal(num) * Decimal(str(ratio)))
+    first = int(Decimal(num) * Decimal(str(round(ratio, 9))))  # 1 - 0.9 is 0.1 here
     if (ratio > 0 and first == 0) or (ratio < 1 and first == num):
         raise ValueError(f"{num} rows cannot be split at {ratio}: one side is empty")
     return first

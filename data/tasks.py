@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,13 +81,15 @@ def _page(shown: Sequence[dict[str, Any]], most: int = 200) -> str:
     parts = []
     for found in shown[:most]:
         text = "<br>".join(f"<mark>{html.escape(t)}</mark>" for t in found["supervised_text"])
-        head = f"row {found['row']} · {html.escape(str(found['id']))} · {html.escape(found['status'])} · {found['length']} tokens"
+        facts = f"row {found['row']}", found["id"], found["status"], f"{found['length']} tokens"
+        head = html.escape(" · ".join(map(str, facts)))
         parts.append(f"<section><h2>{head}</h2><p>{text}</p></section>")
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>What is supervised</title><style>'
         "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
         "h2{font-size:1rem;color:#555}p{white-space:pre-wrap}mark{background:#d7f0d0}</style>"
-        f"<h1>What is supervised</h1><p>{len(shown)} rows, the first {min(most, len(shown))} shown.</p>{''.join(parts)}</html>"
+        f"<h1>What is supervised</h1><p>{len(shown)} rows, the first {min(most, len(shown))} shown.</p>"
+        f"{''.join(parts)}</html>"
     )
 
 
@@ -101,8 +104,14 @@ def regenerate_answers(run: Run) -> None:
     check_skips(rows, run.data.max_skip)
     have = done(out)
     missing = [row for row in rows if row.skip is None and row.key not in have]
-    made = append(out, regenerate(target, render, missing, run.regenerate, max_length=run.data.max_length))
-    print(f"{made} rows answered, {len(rows) - len(missing)} were there or unusable: {out}")
+    counts = Counter(row.skip for row in rows if row.skip)
+    length = run.data.max_length
+    made = append(out, regenerate(target, render, missing, run.regenerate, max_length=length, counts=counts))
+    for reason, number in (+counts).most_common():
+        print(f"{number:7d}  {reason}")
+    print(f"{made} rows answered, {sum(row.key in have for row in rows)} were there: {out}")
+    if not made and not have:
+        raise ValueError(f"out={out}: no row was answered, the reasons stand above")
 
 
 def capture_states(run: Run) -> None:

@@ -70,6 +70,12 @@ class BlockConfig(MethodConfig):
             raise ValueError(f"method.length_mix={self.length_mix}: give some length a positive weight")
         if self.init not in ("target", "random"):
             raise ValueError(f"method.init={self.init}: write target or random")
+        for name in ("num_layers", "num_states", "sliding_window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"method.{name}={value}: give at least 1")
+        if self.decay is not None and not self.decay > 0:
+            raise ValueError(f"method.decay={self.decay}: give a number above 0, or null for equal weights")
 
     @property
     def max_drafts(self) -> int:
@@ -197,8 +203,10 @@ class BlockDrafter(Drafter):
         rotary = self.rotary(position_AS.flatten())
         masks = span_masks(spans, position_A, num, self.config.sliding_window)
         for layer, keys_values in zip(self.layers, context, strict=True):
-            x_PD = layer(x_PD, rotary, keys_values, spans, masks, num)
-        return self.norm(x_PD.view(len(anchor_tokens_A), num, -1)[:, self.config.first_slot :])
+            # After the last layer only the predicting slots are read.
+            first = self.config.first_slot if layer is self.layers[-1] else 0
+            x_PD = layer(x_PD, rotary, keys_values, spans, masks, num, first)
+        return self.norm(x_PD.unflatten(0, (len(anchor_tokens_A), num_drafts)))
 
     def hidden_of(self, batch: Batch, anchors_A: Tensor, num_drafts: int) -> Tensor:
         """``hidden`` for anchors of a packed batch (flat indices, ascending)."""
@@ -223,7 +231,8 @@ class BlockDrafter(Drafter):
         """
         most = self.config.max_drafts
         mix = self.config.length_mix or {most: 1.0}
-        drawn = int(torch.multinomial(torch.tensor(list(mix.values())), 1, generator=generator))
+        weights = torch.tensor(list(mix.values()), dtype=torch.float)
+        drawn = int(torch.multinomial(weights, 1, generator=generator))
         num = list(mix)[drawn]
         share = min(1.0, self.config.anchor_share * self.slots(most) / self.slots(num))
         valid_BT = valid_anchors(batch.mask_BT, batch.doc_BT)
@@ -337,7 +346,7 @@ def choose_mask_token(config: BlockConfig, target: Target) -> int:
             )
         return config.mask_token
     if tokenizer is None:
-        return target.vocab_size - 1
+        return max(set(range(target.vocab_size)) - taken)
     special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special and i not in taken]
     padding = range(len(tokenizer), target.vocab_size)
     for found in (special, padding):
@@ -352,8 +361,8 @@ def choose_mask_token(config: BlockConfig, target: Target) -> int:
 def start_from_target(drafter: BlockDrafter) -> None:
     """Copy decoder layers, final norm and the input norm of the target into a fresh drafter.
 
-    The context starts as the kept layer just below the copied ones, so that context keys and values are
-    the target's own. Qwen3-style query and key norms start at the scale that the target's projections
+    The context starts as the highest kept layer that the copied ones can read, so that context keys and
+    values are nearly the target's own. Qwen3-style query and key norms start at the scale that the target's projections
     give unit-variance inputs, where the target has none.
     Errors: ``ValueError`` where shapes differ (mixture-of-experts or latent attention): ``init=random``.
     """
@@ -364,7 +373,7 @@ def start_from_target(drafter: BlockDrafter) -> None:
     for layer, k in zip(drafter.layers, target.check_layers(ids), strict=True):
         _copy_layer(layer, target.layers[k], k)
     drafter.norm.weight.copy_(target.decoder.norm.weight)
-    below = [i for i, k in enumerate(drafter.layer_ids) if k < ids[0]]
+    below = [i for i, k in enumerate(drafter.layer_ids) if k < ids[-1]]
     at = max(below, default=0) * target.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, at : at + target.hidden_size].copy_(torch.eye(target.hidden_size))

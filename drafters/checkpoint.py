@@ -40,12 +40,14 @@ def write(
     ``notes`` go under ``foredraft`` in config.json (run, data hashes, acceptance). ``check`` is called on
     the directory under its temporary name; when it raises, nothing is left behind.
     """
+    held = tensors(drafter)
+    _check_finite(held, f"export to {directory} refused")
     scratch = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    save_file(tensors(drafter), scratch / "model.safetensors", metadata={"format": "pt"})
-    (scratch / "config.json").write_text(json.dumps(config(drafter, notes or {}), indent=2) + "\n")
     try:
+        save_file(held, scratch / "model.safetensors", metadata={"format": "pt"})
+        (scratch / "config.json").write_text(json.dumps(config(drafter, notes or {}), indent=2) + "\n")
         if check is not None:
             check(scratch)
     except BaseException:
@@ -53,6 +55,15 @@ def write(
         raise
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(scratch, directory)
+
+
+def note(directory: Path, **facts: Any) -> None:
+    """Add to what stands under ``foredraft`` in config.json; the tensors stay as they were checked."""
+    found = read_config(directory)
+    found["foredraft"] = {**found.get("foredraft", {}), **facts}
+    scratch = directory / "config.json.tmp"
+    scratch.write_text(json.dumps(found, indent=2) + "\n")
+    os.replace(scratch, directory / "config.json")
 
 
 def tensors(drafter: Drafter) -> dict[str, Tensor]:
@@ -103,7 +114,10 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"drafter={directory}: no drafter directory, it has no config.json")
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); export the run again") from error
     if "speculators_model_type" not in found:
         raise ValueError(
             f"drafter={directory}: config.json has no speculators_model_type; it is not a drafter of ours"
@@ -118,6 +132,13 @@ def read(directory: Path, target: Target) -> Drafter:
     that does not fit its config.
     """
     found = read_config(directory)
+    try:
+        return _read(found, directory, target)
+    except KeyError as error:
+        raise ValueError(f"{directory}/config.json has no {error}; export the run again") from error
+
+
+def _read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:
     name = found["speculators_model_type"]
     if name not in all_methods():
         raise ValueError(
@@ -130,8 +151,16 @@ def read(directory: Path, target: Target) -> Drafter:
         raise ValueError(
             f"{directory}/model.safetensors cannot be read: {error}; export the run again"
         ) from error
+    _check_finite(held, f"{directory}/model.safetensors")
     maps = {key: held.pop(key, None) for key in ("d2t", "t2d", "lm_head.weight")}
-    vocab = None if maps["d2t"] is None else from_maps(maps["d2t"], maps["t2d"], target.vocab_size)
+    if maps["d2t"] is not None and maps["lm_head.weight"] is None:
+        raise ValueError(
+            f"{directory}/model.safetensors: missing tensors ['lm_head.weight'] that d2t goes with"
+        )
+    try:
+        vocab = None if maps["d2t"] is None else from_maps(maps["d2t"], maps["t2d"], target.vocab_size)
+    except ValueError as error:
+        raise ValueError(f"{directory}/model.safetensors: {error}") from error
     if found["draft_vocab_size"] != (target.vocab_size if vocab is None else len(vocab)):
         raise ValueError(
             f"{directory}: draft_vocab_size={found['draft_vocab_size']} but d2t maps {vocab and len(vocab)} tokens"
@@ -146,6 +175,12 @@ def read(directory: Path, target: Target) -> Drafter:
     if maps["lm_head.weight"] is not None and not torch.equal(maps["lm_head.weight"], drafter.head_ND.cpu()):
         raise ValueError(f"{directory}: lm_head.weight is not the rows of the target's head that d2t names")
     return drafter.eval()
+
+
+def _check_finite(held: dict[str, Tensor], where: str) -> None:
+    bad = [name for name, value in held.items() if not bool(torch.isfinite(value).all())]
+    if bad:
+        raise ValueError(f"{where}: NaN or infinite numbers in {bad}; export an earlier checkpoint")
 
 
 def _load_strictly(drafter: Drafter, held: dict[str, Tensor], directory: Path) -> None:

@@ -33,6 +33,14 @@ class Rotary(nn.Module):
         super().__init__()
         self.embedding = Qwen3RotaryEmbedding(shape)
 
+    def _apply(self, fn, recurse: bool = True) -> Rotary:
+        """Frequencies stay fp32 whatever dtype the drafter gets: rounded, they turn far positions wrong."""
+        kept = dict(self.embedding.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            setattr(self.embedding, name, buffer.to(getattr(self.embedding, name).device))
+        return self
+
     def forward(self, position_P: Tensor) -> tuple[Tensor, Tensor]:
         like = self.embedding.inv_freq
         cos_1PE, sin_1PE = self.embedding(like, position_P[None])
@@ -91,10 +99,15 @@ class ContextAttention(nn.Module):
         spans: list[Span],
         masks: list[Tensor],
         slots: int,
+        first: int = 0,
     ) -> Tensor:
-        """Blocks of ``slots`` rows, flattened to ``x_PD``; ``context`` holds keys and values [T, H, E]."""
-        query_PHE = self.q_norm(self.q_proj(x_PD).unflatten(-1, (self.heads, self.size)))
-        query_PHE = rotate(query_PHE, *rotary)
+        """Blocks of ``slots`` rows, flattened to ``x_PD``; ``context`` holds keys and values [T, H, E].
+
+        Only the slots from ``first`` on ask; the answer holds a row for each of them.
+        """
+        asking = [tail(rows, slots, first) for rows in (x_PD, *rotary)]
+        query_PHE = self.q_norm(self.q_proj(asking[0]).unflatten(-1, (self.heads, self.size)))
+        query_PHE = rotate(query_PHE, *asking[1:])
         key_PHE, value_PHE = self.keys_values(x_PD, rotary)
         key_THE, value_THE = context
         out = []
@@ -103,9 +116,10 @@ class ContextAttention(nn.Module):
             seen = slice(span.start, span.end)
             key = torch.cat([key_THE[seen], key_PHE[rows]]).transpose(0, 1)
             value = torch.cat([value_THE[seen], value_PHE[rows]]).transpose(0, 1)
-            query = query_PHE[rows].transpose(0, 1)
+            asked = slice(span.first * (slots - first), span.last * (slots - first))
+            query = query_PHE[asked].transpose(0, 1)
             found_HPE = F.scaled_dot_product_attention(
-                query[None], key[None], value[None], attn_mask=mask, enable_gqa=True
+                query[None], key[None], value[None], attn_mask=tail(mask, slots, first), enable_gqa=True
             )[0]
             out.append(found_HPE.transpose(0, 1).flatten(1))
         return self.o_proj(torch.cat(out))
@@ -121,9 +135,25 @@ class ContextLayer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, x_PD: Tensor, *attention) -> Tensor:
-        x_PD = x_PD + self.self_attn(self.input_layernorm(x_PD), *attention)
+    def forward(
+        self,
+        x_PD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        context: tuple[Tensor, Tensor],
+        spans: list[Span],
+        masks: list[Tensor],
+        slots: int,
+        first: int = 0,
+    ) -> Tensor:
+        """The slots from ``first`` on, after this layer."""
+        seen_PD = self.self_attn(self.input_layernorm(x_PD), rotary, context, spans, masks, slots, first)
+        x_PD = tail(x_PD, slots, first) + seen_PD
         return x_PD + self.mlp(self.post_attention_layernorm(x_PD))
+
+
+def tail(rows: Tensor, slots: int, first: int) -> Tensor:
+    """Of blocks of ``slots`` rows each, the rows from slot ``first`` on."""
+    return rows if first == 0 else rows.unflatten(0, (-1, slots))[:, first:].flatten(0, 1)
 
 
 def span_masks(spans: list[Span], before_A: Tensor, slots: int, window: int | None) -> list[Tensor]:

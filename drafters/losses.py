@@ -16,6 +16,7 @@ and keeps only the gradient of the hidden states; a test holds the two against e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,8 +38,8 @@ class LossWeights:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 0:
-                raise ValueError(f"loss.{name}={value}: a loss weight is at least 0")
+            if not 0 <= value < math.inf:
+                raise ValueError(f"loss.{name}={value}: a loss weight is a number of at least 0")
         if not any(vars(self).values()):
             raise ValueError("loss: every weight is 0; give at least one term, for example loss.ce=1")
 

@@ -83,7 +83,10 @@ def document_spans(doc_BT: Tensor, anchors_A: Tensor) -> list[Span]:
     """One span for each document that holds an anchor; anchors are flat and sorted.
 
     The context of a span ends at its last anchor: a state at or after an anchor is never visible.
+    Without an anchor there is one empty span, so that every parameter still gets a gradient, of zeros.
     """
+    if len(anchors_A) == 0:
+        return [Span(0, 0, 0, 0)]
     doc_P = doc_BT.reshape(-1)
     length = doc_BT.shape[1]
     change_P = torch.ones_like(doc_P, dtype=torch.bool)
@@ -93,7 +96,7 @@ def document_spans(doc_BT: Tensor, anchors_A: Tensor) -> list[Span]:
     owner_A = torch.searchsorted(starts, anchors_A, right=True) - 1
     owners, sizes = torch.unique_consecutive(owner_A, return_counts=True)
     lasts = sizes.cumsum(0)
-    ends_A = anchors_A[lasts - 1] if len(lasts) else anchors_A
+    ends_A = anchors_A[lasts - 1]
     firsts = (lasts - sizes).tolist()
     return [
         Span(start, end, first, last)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -217,20 +218,34 @@ def tokenizer_hash(tokenizer) -> str:
 def load(name: str, config: HardwareConfig) -> Target:
     """Load a target: a directory, a hub name, or ``smollm2-embedded``.
 
-    Errors: ``ValueError`` when the name is neither, or the family has no decoder layers we can hook.
+    Errors: ``ValueError`` when the name is neither, files are missing or torn, or the family has no
+    decoder layers we can hook.
     """
     path = _locate(name, config)
     logging.disable_progress_bar()
     device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
     extra = {} if config.attention is None else {"attn_implementation": config.attention}
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=pick_dtype(config.dtype, device),
-        trust_remote_code=config.trust_remote_code,
-        **extra,
-    ).to(device)
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    return Target(model, tokenizer, name)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            **extra,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(
+            f"target={name}: no causal language model with weights and a tokenizer can be read from it; "
+            f"download or convert it again. ({str(error).splitlines()[0]})"
+        ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"target={name}: its files lack {len(missing)} tensors that its config asks for, the first "
+            f"{missing[0]}; they would be random: download or convert it again"
+        )
+    return Target(model.to(device), tokenizer, name)
 
 
 def load_tokenizer(name: str, config: HardwareConfig) -> tuple[Any, tuple[int, ...]]:

@@ -26,8 +26,9 @@ class DraftVocab:
         if kept.dim() != 1 or len(kept) < 2 or not bool((kept[1:] > kept[:-1]).all()):
             raise ValueError("draft vocabulary: kept ids must be a strictly ascending list of two or more")
         if int(kept[0]) < 0 or int(kept[-1]) >= self.size:
+            outside = int(kept[0]) if int(kept[0]) < 0 else int(kept[-1])
             raise ValueError(
-                f"draft vocabulary: id {int(kept[-1])} is outside the target's {self.size} ids; "
+                f"draft vocabulary: id {outside} is outside the target's {self.size} ids; "
                 "it belongs to another target, choose it again from this target's answers"
             )
 

@@ -96,11 +96,20 @@ def _answer(
     return {row.key: row for row in read(DataConfig(path=str(path), split=config.split))}
 
 
+def numbers_of_drafts(settings: EvalConfig, drafter: Drafter) -> list[int]:
+    """Every N to score. Errors: ``ValueError`` for one that the drafter was not trained for."""
+    most = drafter.max_drafts
+    ns = settings.n or list(range(1, most + 1))
+    if min(ns) < 1 or max(ns) > most:
+        raise ValueError(f"eval.n={ns}: this drafter was trained for 1 to {most} drafts a round")
+    return ns
+
+
 def evaluate(
     target: Target, drafter: Drafter, held: Sequence[Example], settings: EvalConfig, seed: int
 ) -> dict[str, Any]:
     """The report of a drafter over held-out conversations."""
-    ns = settings.n or list(range(1, drafter.max_drafts + 1))
+    ns = numbers_of_drafts(settings, drafter)
     drafter.eval()
     if settings.mode == "replay":
         one_each = _replayed(target, drafter, held, ns)

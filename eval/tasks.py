@@ -9,7 +9,7 @@ from data.examples import renderer
 from drafters import checkpoint
 from drafters.target import load
 from eval import report
-from eval.evaluate import evaluate, held_out
+from eval.evaluate import evaluate, held_out, numbers_of_drafts
 
 if TYPE_CHECKING:
     from recipes.schema import Run
@@ -24,6 +24,7 @@ def accept(run: Run) -> None:
     out = Path(run.out) if run.out else _beside(directory)
     target = load(run.target, run.hardware)
     drafter = checkpoint.read(directory, target)
+    numbers_of_drafts(run.eval, drafter)  # refused before the target answers anything
     render = renderer(run.data, target.tokenizer, target.stop_ids)
     held = held_out(run.data, target, render, run.eval, out)
     found = evaluate(target, drafter, held, run.eval, run.seed)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -83,6 +83,12 @@ def recipe_name() -> str | None:
 
 def explain(error: BaseException) -> str:
     """One message for an error of Hydra, OmegaConf or ours."""
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override}: this cannot be read as key=value. Quote a value that holds commas, quotes, "
+            "brackets or =, for shell and Hydra: 'key=\"a, b\"'; long prompts come by prompt_file=FILE "
+            "or standard input"
+        )
     parts = []
     inner: BaseException | None = error
     while inner is not None:

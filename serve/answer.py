@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 
 import torch
 
+from drafters.checkpoint import read_config
 from drafters.method import Drafter
 from drafters.target import Target
 from drafters.types import States
@@ -68,6 +70,14 @@ def capacity_for(target: Target, prompt: list[int], config: ServeConfig, num_dra
             f"target's context of {most}; shorten the prompt or lower serve.max_new_tokens"
         )
     return need
+
+
+def drafts_for(target: Target, drafter: Drafter, directory: Path, config: ServeConfig) -> int:
+    """``serve.n`` where it is given; else the fastest N by the tau that the drafter directory states."""
+    if config.n is not None:
+        return config.n
+    known = read_config(directory).get("foredraft", {}).get("tau_by_n")
+    return pick_drafts(target, drafter, known) if known else drafter.max_drafts
 
 
 def pick_drafts(target: Target, drafter: Drafter, tau_by_n: Mapping[str, float]) -> int:

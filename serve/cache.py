@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class _SlotLayer(CacheLayerMixin):
-    """One decoder layer's ``[B, H, capacity, E]``."""
+    """One decoder layer's ``[B, H, room, E]``; the room grows with what is written, up to the capacity."""
 
     is_sliding = False
 
@@ -22,15 +22,26 @@ class _SlotLayer(CacheLayerMixin):
         self.owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        shape = (self.owner.slots, key_states.shape[1], self.owner.capacity)
-        self.keys = key_states.new_zeros(*shape, key_states.shape[-1])
-        self.values = value_states.new_zeros(*shape, value_states.shape[-1])
+        slots, heads = self.owner.slots, key_states.shape[1]
+        self.keys = key_states.new_zeros(slots, heads, 0, key_states.shape[-1])
+        self.values = value_states.new_zeros(slots, heads, 0, value_states.shape[-1])
         self.is_initialized = True
+
+    def grow(self) -> None:
+        """Room for what the next pass writes, and as much again."""
+        room = min(self.owner.capacity, max(64, 2 * self.owner.visible))
+        for name in ("keys", "values"):
+            held = getattr(self, name)
+            larger = held.new_zeros(*held.shape[:2], room, held.shape[3])
+            larger[:, :, : held.shape[2]] = held
+            setattr(self, name, larger)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         owner = self.owner
+        if self.keys.shape[2] < owner.visible:
+            self.grow()
         for store, new in ((self.keys, key_states), (self.values, value_states)):
             if owner.contiguous is not None:
                 slot, start, end = owner.contiguous

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from data.chat import Renderer
 from drafters import checkpoint
 from drafters.target import Target, load
-from serve.answer import Timed, capacity_for, decode, pick_drafts
+from serve.answer import Timed, capacity_for, decode, drafts_for
 from serve.engine import Answer, Engine
 
 if TYPE_CHECKING:
@@ -21,15 +21,12 @@ def answer(run: Run) -> None:
     if run.drafter is None:
         raise ValueError("drafter: name a drafter directory, for example drafter=runs/demo/drafter")
     text = read_prompt(run.prompt, run.prompt_file)
-    found = checkpoint.read_config(Path(run.drafter))
+    checkpoint.read_config(Path(run.drafter))  # refused before the target is loaded
     target = load(run.target, run.hardware)
     drafter = checkpoint.read(Path(run.drafter), target)
     render = Renderer(target.tokenizer, stop_ids=target.stop_ids)
     prompt = render.prompt_ids([{"role": "user", "content": text}])
-    known = found.get("foredraft", {}).get("tau_by_n")
-    n = run.serve.n
-    if n is None:
-        n = pick_drafts(target, drafter, known) if known else drafter.max_drafts
+    n = drafts_for(target, drafter, Path(run.drafter), run.serve)
     capacity = capacity_for(target, prompt, run.serve, max(n, 1))
 
     drafted = decode(Engine(target, drafter, n, capacity=capacity), prompt, run.serve, _printer(target))

@@ -15,6 +15,7 @@ from drafters.dflash import DFlashConfig
 from drafters.method import Drafter, build
 from drafters.target import Target, tokenizer_hash
 from drafters.types import Example
+from drafters.vocab import DraftVocab
 
 MARKERS = (
     "<s>",
@@ -144,10 +145,10 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def dflash(of: Target, **settings) -> Drafter:
+def dflash(of: Target, vocab: DraftVocab | None = None, **settings) -> Drafter:
     """An untrained block drafter, four drafts a round in z-lab's layout."""
     chosen = {"init": "random", "num_states": 2, "block_size": 5, **settings}
-    return build(DFlashConfig(**chosen), of).eval()
+    return build(DFlashConfig(**chosen), of, vocab).eval()
 
 
 def trained(of: Target, examples: list[Example], steps: int = 60, **settings) -> Drafter:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,20 +71,41 @@ def run_training(run: Run, recipe: str | None) -> Path:
         raise ValueError("no method: add a recipe, for example `python -m train +recipe=dflash`")
     check_launch(run.train.engine, run.train.packs)
     directory = open_directory(run, recipe)
+    times = Times()
     with begun_or_gone(directory):
-        loaded = load_data(run, directory)
+        with times.of("target and rows"):
+            loaded = load_data(run, directory)
         if rank() == 0:
             checkpoint.check(directory / "checkpoints", loaded.belongs)
             write_record(run, directory, loaded)
-        job, progress = prepare(run, directory, loaded)
-    with closing(job.log):
+        with times.of("states"):
+            job, progress = prepare(run, directory, loaded)
+    with times.of("training"), closing(job.log):
         train(job, progress, run.train, run.optim, run.log.every)
     if rank() == 0:
-        export(run, job, loaded, progress)
-        if run.train.report:
-            write_report(run, job, loaded)
+        with times.of("export and report"):
+            export(run, job, loaded, progress)
+            if run.train.report:
+                write_report(run, job, loaded)
+        print(times)
     job.engine.barrier()
     return directory
+
+
+class Times:
+    """Seconds of each part of a run, for its last line."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        begun = perf_counter()
+        yield
+        self.seconds[part] = perf_counter() - begun
+
+    def __str__(self) -> str:
+        return "seconds: " + ", ".join(f"{part} {taken:.0f}" for part, taken in self.seconds.items())
 
 
 # The run directory ------------------------------------------------------------------------------
@@ -373,10 +395,40 @@ def logit_difference(one, other, path: replay.Path) -> float:
 
 
 def write_report(run: Run, job: Job, loaded: Loaded) -> None:
-    """Acceptance of the exported directory, read back, on all held-out rows."""
-    again = directory_format.read(job.directory / "drafter", loaded.target)
+    """Acceptance of the exported directory, read back, on all held-out rows; tau goes into its config."""
+    drafter = job.directory / "drafter"
+    again = directory_format.read(drafter, loaded.target)
     found = evaluate(loaded.target, again, loaded.held, run.eval, run.seed)
-    found = {"target": found["target"], "drafter": str(job.directory / "drafter"), **found}
+    found = {"target": found["target"], "drafter": str(drafter), **found}
+    directory_format.note(drafter, tau_by_n=found["overall"]["tau_by_n"])
+    report.replace_file(drafter / "README.md", card(run, found).encode())
     report.write(found, job.directory / "report")
     print(report.table(found))
     print(f"report: {job.directory / 'report' / 'report.html'}")
+
+
+def card(run: Run, found: dict[str, Any]) -> str:
+    """README.md of a drafter directory: what it is for, what it accepts, how to serve it."""
+    most = found["max_n"]
+    lines = [
+        f"# A {found['method']} drafter for {run.target}",
+        "",
+        f"Trained by Foredraft {directory_format.own_version()}. Held-out answers of the target,",
+        f"temperature {found['temperature']}, N = {most}:",
+        "",
+        "| domain | prompts | tau | 95 % interval | survival by position |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in [*found["domains"].items(), ("overall", found["overall"])]:
+        low, high = row["tau_ci95"]
+        curve = " ".join(f"{x:.3f}" for x in row["survival"])
+        lines.append(f"| {name} | {row['prompts']} | {row['tau']:.3f} | {low:.3f} to {high:.3f} | {curve} |")
+    speculative = json.dumps({"method": found["method"], "model": "DIR", "num_speculative_tokens": most})
+    lines += [
+        "",
+        "```",
+        f"python -m serve target={run.target} drafter=DIR prompt_file=question.txt",
+        f"vllm serve {run.target} --speculative-config '{speculative}'",
+        "```",
+    ]
+    return "\n".join(lines) + "\n"

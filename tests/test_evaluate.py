@@ -1,0 +1,278 @@
+"""``python -m eval`` on a tiny target and a tiny drafter directory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from data.regenerate import RegenerateConfig
+from drafters import checkpoint
+from drafters.target import HardwareConfig, load
+from drafters.types import Example
+from eval import evaluate as module
+from eval.evaluate import EvalConfig, evaluate
+from eval.replay import paths, score
+from tests import tiny
+from tests.commands import CPU, command, refusal
+
+
+@pytest.fixture(scope="module")
+def target(workshop):
+    return load(str(workshop / "target"), HardwareConfig(dtype="float32", device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def rows(target):
+    """Two domains; the conversations of ``workshop`` without their answers and kept ids."""
+    rows = tiny.answered_rows(target, 5, num=10)
+    return [{**row, "messages": row["messages"][:1], "answers": None, "tokenizer": None} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def directory(target, tmp_path_factory):
+    """A drafter directory as training leaves it, of a drafter that knows two of the answers."""
+    examples = [_example(target, row) for row in tiny.answered_rows(target, 2, num=12)]
+    drafter = tiny.trained(target, examples, steps=20)
+    directory = tmp_path_factory.mktemp("drafters") / "one"
+    checkpoint.write(drafter, directory)
+    return directory
+
+
+@pytest.fixture
+def asked(workshop, directory, tmp_path, monkeypatch):
+    """Arguments of every evaluation here, which writes to ``report`` of an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    target, data = f"target={workshop / 'target'}", f"data.path={workshop / 'rows.jsonl'}"
+    return [*CPU, target, data, f"drafter={directory}", "out=report", "eval.per_domain=2"]
+
+
+def but(asked: list[str], *more: str) -> list[str]:
+    """The arguments with some replaced."""
+    return list({text.split("=")[0]: text for text in [*asked, *more]}.values())
+
+
+def _example(target, row: dict) -> Example:
+    prompt = target.tokenizer.apply_chat_template(
+        row["messages"][:1], add_generation_prompt=True, tokenize=False
+    )
+    ids = target.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    answer = row["answers"][0][1]
+    return Example(ids + answer, [False] * len(ids) + [True] * len(answer), row["domain"], row["id"])
+
+
+def report(where="report/report.json") -> dict:
+    with open(where) as file:
+        return json.load(file)
+
+
+# What it says ---------------------------------------------------------------------------------------
+
+
+def test_the_report_holds_the_counts_of_replay(asked, target, directory, capsys):
+    assert command("eval", *asked, "seed=5") == 0
+    found = report()
+    drafter = checkpoint.read(directory, target)
+    examples = [_example(target, row) for row in tiny.answered_rows(target, 4)]
+    counted = score(drafter, list(paths(target, examples, drafter.layer_ids)), [1, 4])
+    for domain, (one, other) in {"chat": (0, 2), "code": (1, 3)}.items():
+        row = found["domains"][domain]
+        pooled = counted[one][4] + counted[other][4]
+        assert (row["prompts"], row["rounds"], row["tokens"]) == (2, pooled.rounds, pooled.tokens)
+        assert row["survival"] == [round(x, 4) for x in pooled.survival]
+        assert row["tau_by_n"]["1"] == round((counted[one][1] + counted[other][1]).tau, 4)
+        assert list(row["tau_by_n"]) == ["1", "2", "3", "4"]
+    assert found["drafter"] == str(directory)
+    assert (found["method"], found["mode"], found["dtype"], found["seed"]) == (
+        "dflash",
+        "replay",
+        "float32",
+        5,
+    )
+    assert (found["max_n"], found["temperature"], found["off_path"]) == (4, 0.0, 0)
+    out = capsys.readouterr().out
+    assert "overall" in out
+    assert "report/report.html" in out
+
+
+def test_replay_and_rollout_report_the_same(asked):
+    assert command("eval", *asked, "eval.n=[3]") == 0
+    replayed = report()
+    assert command("eval", *asked, "eval.n=[3]", "eval.mode=rollout") == 0
+    decoded = report()
+    assert decoded["domains"] == replayed["domains"]
+    assert decoded["overall"] == replayed["overall"]
+    assert (decoded["mode"], decoded["off_path"], decoded["min_margin"]) == ("rollout", 0, None)
+
+
+def test_the_numbers_of_drafts_may_be_chosen(asked):
+    assert command("eval", *asked, "eval.n=[1,3]") == 0
+    found = report()
+    assert found["max_n"] == 3
+    assert list(found["overall"]["tau_by_n"]) == ["1", "3"]
+    assert len(found["overall"]["survival"]) == 3
+
+
+@pytest.mark.parametrize("mode", ["replay", "rollout"])
+def test_an_answer_of_another_model_counts_as_off_path(target, directory, mode):
+    good, bad = [_example(target, row) for row in tiny.answered_rows(target, 2)]
+    ids = [*bad.ids[:-3], *(9 + (i + 1) % 200 for i in bad.ids[-3:])]
+    bad = Example(ids, bad.mask, bad.domain, bad.name)
+    settings = EvalConfig(mode=mode, n=[2])
+    found = evaluate(target, checkpoint.read(directory, target), [good, bad], settings, 0)
+    assert found["off_path"] == 1
+
+
+def test_without_a_place_the_report_goes_beside_the_drafter_of_a_run(asked, target, directory, tmp_path):
+    drafter = checkpoint.read(directory, target)
+    run = tmp_path / "runs" / "one"
+    checkpoint.write(drafter, run / "drafter")
+    (run / "recipe.yaml").write_text("settings: {}\n")
+    assert command("eval", *but(asked, "out=null", f"drafter={run / 'drafter'}", "eval.n=[1]")) == 0
+    assert report(run / "report" / "report.json")["max_n"] == 1
+
+
+def test_without_a_run_the_report_goes_to_a_folder_named_after_the_drafter(asked, tmp_path):
+    assert command("eval", *but(asked, "out=null", "eval.n=[1]")) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["report-one"]
+
+
+# Rows without answers -------------------------------------------------------------------------------
+
+
+def test_rows_without_answers_are_answered_by_the_target_once(asked, target, rows, tmp_path, monkeypatch):
+    tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    asked = but(
+        asked,
+        "data.path=rows.jsonl",
+        "eval.max_new_tokens=10",
+        "eval.batch=3",
+        "eval.n=[2]",
+        "eval.per_domain=9",
+    )
+    assert command("eval", *asked) == 0
+    first = report()
+    assert first["overall"]["prompts"] == 5
+    (kept,) = (tmp_path / "report").glob("answers-*.jsonl")
+    by_id = {row["id"]: row for row in map(json.loads, kept.read_text().splitlines())}
+    for want in tiny.answered_rows(target, 5, num=10):
+        assert by_id[want["id"]]["answers"] == want["answers"]
+
+    def never(*_args, **_settings):
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(module, "regenerate", never)
+    assert command("eval", *asked) == 0
+    assert report() == first
+
+
+def test_only_what_a_stopped_evaluation_left_out_is_asked_again(asked, target, rows, tmp_path, monkeypatch):
+    tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    asked = but(asked, "data.path=rows.jsonl", "eval.max_new_tokens=10", "eval.n=[2]")
+    assert command("eval", *asked) == 0
+    first = report()
+    (kept,) = (tmp_path / "report").glob("answers-*.jsonl")
+    lines = kept.read_text().splitlines(keepends=True)
+    kept.write_text("".join(lines[:2]) + lines[2][:30])  # a line torn by a kill
+    asked_again = []
+    regenerate = module.regenerate
+
+    def watched(target, render, rows, how: RegenerateConfig, **settings):
+        asked_again.extend(row.id for row in rows)
+        return regenerate(target, render, rows, how, **settings)
+
+    monkeypatch.setattr(module, "regenerate", watched)
+    assert command("eval", *asked) == 0
+    assert sorted(asked_again) == sorted(json.loads(line)["id"] for line in lines[2:])
+    assert report() == first
+
+
+def test_answers_of_another_length_are_not_taken_for_these(asked, rows, tmp_path):
+    tiny.write_rows(tmp_path / "rows.jsonl", rows[:2])
+    asked = but(asked, "data.path=rows.jsonl")
+    tokens = {}
+    for limit in (4, 8):
+        assert command("eval", *asked, f"eval.max_new_tokens={limit}", "eval.n=[1]") == 0
+        tokens[limit] = report()["overall"]["tokens"]
+    assert tokens == {4: 2 * 3, 8: 2 * 7}
+
+
+def test_ids_of_another_tokenizer_are_answered_anew(asked, target, tmp_path):
+    foreign = [
+        {**row, "tokenizer": "0" * 16, "answers": [[1, [5, 5]]]} for row in tiny.answered_rows(target, 2)
+    ]
+    tiny.write_rows(tmp_path / "rows.jsonl", foreign)
+    asked = but(asked, "data.path=rows.jsonl")
+    assert command("eval", *asked, "eval.max_new_tokens=6", "eval.n=[1]") == 0
+    found = report()
+    assert (found["overall"]["tokens"], found["off_path"]) == (2 * 5, 0)
+
+
+def test_rows_of_the_training_split_are_not_scored(asked, rows, tmp_path):
+    split = [{**row, "split": "eval" if at < 2 else "train"} for at, row in enumerate(rows)]
+    tiny.write_rows(tmp_path / "rows.jsonl", split)
+    asked = but(asked, "data.path=rows.jsonl")
+    assert command("eval", *asked, "eval.max_new_tokens=4", "eval.n=[1]") == 0
+    assert report()["overall"]["prompts"] == 2
+
+
+# Bad input ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("eval.mode=fast", ["eval.mode=fast", "replay or rollout"]),
+        ("eval.per_domain=0", ["eval.per_domain=0", "at least 1"]),
+        ("eval.max_new_tokens=0", ["eval.max_new_tokens=0", "at least 1"]),
+        ("eval.batch=0", ["eval.batch=0", "at least 1"]),
+        ("eval.n=[9]", ["eval.n=[9]", "1 to 4 drafts"]),
+        ("eval.n=[0]", ["eval.n=[0]", "1 to 4 drafts"]),
+        ("eval.n=[1,5]", ["eval.n=[1, 5]", "1 to 4 drafts"]),
+        ("drafter=nowhere", ["drafter=nowhere", "no drafter directory"]),
+        ("data.path=nowhere.jsonl", ["data.path=nowhere.jsonl", "no such file"]),
+        ("target=nowhere", ["target=nowhere", "hub name"]),
+    ],
+)
+def test_a_bad_setting_is_refused_and_leaves_nothing(asked, setting, words, tmp_path, capsys):
+    message = refusal(capsys, "eval", *but(asked, setting))
+    for word in words:
+        assert word in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_of_drafts_is_refused_before_the_target_answers(asked, rows, tmp_path, capsys, monkeypatch):
+    tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    asked = but(asked, "data.path=rows.jsonl")
+    monkeypatch.setattr(module, "regenerate", None)
+    assert "eval.n=[9]" in refusal(capsys, "eval", *asked, "eval.n=[9]", "eval.mode=rollout")
+
+
+def test_a_drafter_of_another_target_is_refused(asked, tmp_path, capsys):
+    tiny.save(tiny.target(layers=6), tmp_path / "other")
+    message = refusal(capsys, "eval", *but(asked, "target=other"))
+    assert "made for another target: its num_layers is 8, that of other is 6" in message
+    assert "give target=" in message
+
+
+def test_rows_that_cannot_be_used_stop_the_evaluation_with_a_table(asked, rows, tmp_path, capsys):
+    text = tiny.write_rows(tmp_path / "rows.jsonl", rows[:2]).read_text()
+    (tmp_path / "rows.jsonl").write_text(text + "not json\n")
+    asked = but(asked, "data.path=rows.jsonl", "eval.max_new_tokens=4", "eval.n=[1]")
+    message = refusal(capsys, "eval", *asked)
+    assert "1 of 3 rows cannot be used" in message
+    assert "rows.jsonl:3" in message
+    assert command("eval", *asked, "data.max_skip=0.5") == 0
+
+
+def test_a_file_without_rows_is_refused(asked, tmp_path, capsys):
+    (tmp_path / "empty.jsonl").write_text("")
+    assert "0 of 0 rows" in refusal(capsys, "eval", *but(asked, "data.path=empty.jsonl"))
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_counted(asked, rows, tmp_path, capsys):
+    tiny.write_rows(tmp_path / "rows.jsonl", rows[:2])
+    asked = but(asked, "data.path=rows.jsonl")
+    message = refusal(capsys, "eval", *asked, "data.max_length=20")
+    assert "2 of 2 rows" in message
+    assert "leaves no room" in message

@@ -1,0 +1,277 @@
+"""Replay counts what step-by-step decoding would have counted."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafters.types import Example
+from drafters.vocab import choose
+from eval.replay import Counts, paths, score, walk
+from eval.rollout import rollout
+from tests import tiny
+
+CASES = Path(__file__).parent / "cases"
+KINDS = {
+    "slot s predicts x[a+s]": {},
+    "the anchor predicts": {"anchor_predicts": True},
+    "sliding window": {"sliding_window": 6},
+    "draft vocabulary": {"draft_vocab": 200},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    """Its stop token is one that some of the answers below run into and others do not."""
+    of = tiny.target(layers=3)
+    of.stop_ids = (tiny.greedy(of, tiny.example(8, 8, seed=0).ids, 24)[15],)
+    return of
+
+
+@pytest.fixture(scope="module")
+def answers(target):
+    """Answers of many lengths: stopped ones and cut ones, one of one token and one of two."""
+    found = [tiny.answered(target, num=24, seed=seed) for seed in range(4)]
+    found += [tiny.answered(target, num=num, prompt=5, seed=10 + num) for num in (1, 2, 7, 13)]
+    stopped = [example.ids[-1] in target.stop_ids for example in found]
+    assert any(stopped)
+    assert not all(stopped)
+    return found
+
+
+@pytest.fixture(scope="module")
+def learned(target, answers):
+    """Drafters of each kind that know two of the answers and not the others; four or five drafts a round."""
+
+    @cache
+    def make(kind):
+        vocab = None
+        if "draft_vocab" in KINDS[kind]:
+            counts_V = torch.zeros(target.vocab_size, dtype=torch.long)
+            counts_V[9:] = 1
+            vocab = choose(counts_V, KINDS[kind]["draft_vocab"], target.stop_ids)
+        return tiny.trained(target, answers[:2], steps=40, vocab=vocab, **KINDS[kind])
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def drafter(learned):
+    return learned("slot s predicts x[a+s]")
+
+
+# Replay equals rollout ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replay_and_decoding_step_by_step_make_the_same_rounds(target, answers, learned, kind):
+    drafter = learned(kind)
+    ns = range(1, drafter.max_drafts + 1)
+    found = list(paths(target, answers, drafter.layer_ids))
+    assert not any(path.off_path for path in found)
+    replayed = score(drafter, found, ns)
+    for n in ns:
+        decoded = list(rollout(target, drafter, answers, n))
+        assert [example for example, _, _ in decoded] == answers
+        assert [counts for _, _, counts in decoded] == [by_n[n] for by_n in replayed], n
+        accepted = {r.accepted for _, answer, _ in decoded for r in answer.rounds}
+        assert min(accepted) == 0, n
+        assert max(accepted) >= min(n, 2), f"N={n}: the test needs accepted drafts, found {accepted}"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_replay_and_decoding_agree_for_other_targets_and_untrained_drafters(seed):
+    of = tiny.target(layers=3, seed=seed, vocab=12)  # twelve tokens: chance alone accepts some drafts
+    examples = []
+    for at in range(4):
+        prompt = [int(x) for x in torch.randint(3, 12, (4,))]
+        ids = prompt + tiny.greedy(of, prompt, 20)
+        examples.append(Example(ids, [False] * 4 + [True] * (len(ids) - 4), "chat", f"row {at}"))
+    drafter = tiny.dflash(of, mask_token=11)
+    found = list(paths(of, examples, drafter.layer_ids))
+    replayed = score(drafter, found, [1, 2, 4])
+    for n in (1, 2, 4):
+        assert [counts for _, _, counts in rollout(of, drafter, examples, n)] == [
+            by_n[n] for by_n in replayed
+        ]
+
+
+def test_several_slots_count_as_one_slot_does(target, answers, drafter):
+    alone = {example.name: counts for example, _, counts in rollout(target, drafter, answers, 3)}
+    together = {example.name: counts for example, _, counts in rollout(target, drafter, answers, 3, slots=4)}
+    assert together == alone
+
+
+def test_decoding_goes_on_to_the_limit_that_is_asked_for(target, answers):
+    cut = replace(answers[1], ids=answers[1].ids[:12], mask=answers[1].mask[:12])
+    ((_, answer, _),) = rollout(target, tiny.dflash(target), [cut], 2, max_new_tokens=9)
+    assert answer.tokens == tiny.greedy(target, cut.ids[:8], 9)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 40, 10_000])
+def test_how_answers_are_batched_changes_no_path(target, answers, batch_tokens):
+    layers = [0, 1]
+    alone = [next(paths(target, [example], layers)) for example in answers]
+    batched = list(paths(target, answers, layers, batch_tokens=batch_tokens))
+    assert [path.example for path in batched] == answers
+    for have, want in zip(batched, alone, strict=True):
+        assert (have.first, have.length, have.off_path) == (want.first, want.length, want.off_path)
+        assert have.margin == pytest.approx(want.margin, rel=1e-3, abs=1e-4)
+
+
+def test_few_anchors_at_once_count_as_all_do(target, answers, drafter):
+    found = list(paths(target, answers, drafter.layer_ids))
+    assert score(drafter, found, [4], anchors_at_once=3) == score(drafter, found, [4])
+
+
+# The path -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, 22])
+def test_an_answer_that_leaves_the_targets_path_is_cut_where_it_does(target, answers, drafter, at):
+    example = next(e for e in answers if len(e.ids) == 32)
+    first = example.mask.index(True)
+    ids = list(example.ids)
+    ids[first + at] = (ids[first + at] + 1 - 9) % 200 + 9
+    (path,) = paths(target, [replace(example, ids=ids)], [0, 1])
+    assert path.off_path
+    assert path.length == at
+    assert path.tokens == example.ids[first : first + at]
+    cut = replace(example, ids=example.ids[: first + at], mask=example.mask[: first + at])
+    if at == 0:
+        assert score(drafter, [path], [2]) == [{2: Counts(2)}]
+    else:
+        assert score(drafter, [path], [2, 4]) == score(drafter, list(paths(target, [cut], [0, 1])), [2, 4])
+
+
+def test_the_margin_is_the_smallest_gap_between_best_and_second_logit(target, answers):
+    example = answers[1]
+    first = example.mask.index(True)
+    logits = target.model(input_ids=torch.tensor([example.ids]), use_cache=False).logits[0]
+    best = logits[first - 1 : -1].topk(2, dim=-1).values
+    (path,) = paths(target, [example], [0])
+    assert path.margin == pytest.approx(float((best[:, 0] - best[:, 1]).min()), rel=1e-4)
+
+
+def test_a_row_of_several_turns_is_refused_by_name(target):
+    example = tiny.example(20, 4)
+    mask = [*example.mask[:10], False, *example.mask[11:]]
+    with pytest.raises(ValueError, match="row 0: replay takes one answer.*split the turns"):
+        list(paths(target, [replace(example, mask=mask)], [0]))
+
+
+@pytest.mark.parametrize("ns", [[], [0], [1, 5]])
+def test_a_number_of_drafts_that_was_not_trained_is_refused(target, answers, ns):
+    drafter = tiny.dflash(target)
+    with pytest.raises(ValueError, match=r"n=\[.*trained for 1 to 4 drafts"):
+        score(drafter, list(paths(target, answers[:1], drafter.layer_ids)), ns)
+
+
+# Counting -------------------------------------------------------------------------------------------
+
+
+def test_rounds_are_walked_as_by_hand():
+    path = [7, 1, 2, 3, 4, 5, 6]
+    drafts = [
+        [1, 9],  # at 7: accepts 1, the target adds 2
+        [0, 0],
+        [3, 4],  # at 2: accepts both, the target adds 5
+        [0, 0],
+        [0, 0],
+        [6, 8],  # at 5: accepts 6, where the path ends: no bonus token
+        [0, 0],
+    ]
+    counts = walk(torch.tensor(drafts), path)
+    assert counts == Counts(2, rounds=3, tokens=6, survived=[3, 1])
+    assert counts.tau == 2.0
+    assert counts.survival == [1.0, 1 / 3]
+    assert counts.conditional == [1.0, 1 / 3]
+
+
+def test_drafts_that_are_right_again_after_a_wrong_one_do_not_count():
+    case = json.loads((CASES / "e01_expect.json").read_text())["mask_style_1_0_1_0"]
+    path = [0, 1, 2, 3, 4]
+    right = torch.tensor([[1, 9, 3, 9], *[[9] * 4] * 4])
+    counts = walk(right, path)
+    assert counts.survived[0] == case["accepted_prefix"]
+    assert counts.survived[1:] == [0, 0, 0]
+    assert counts.rounds == 3  # after 1 and 2 two refused rounds are left
+    assert Counts(4, 1, 2, [1, 0, 0, 0]).survival[0] / 4 == case["rate"]
+
+
+@pytest.mark.parametrize("length", range(1, 8))
+def test_a_perfect_drafter_accepts_all_that_is_left(length):
+    path = list(range(length))
+    drafts = torch.tensor([[at + 1, at + 2, at + 3] for at in path])
+    counts = walk(drafts, path)
+    assert counts.tokens == length - 1  # the token of the prefill is neither a round nor part of tau
+    assert counts.rounds == -(-(length - 1) // 4)
+    assert sum(counts.survived) == length - 1 - (length - 1) // 4  # all but the bonus tokens were drafted
+
+
+def test_every_token_after_the_first_is_emitted_by_exactly_one_round():
+    chance = random.Random(0)
+    for _ in range(200):
+        path = [chance.randrange(2) for _ in range(chance.randint(1, 20))]
+        num = chance.randint(1, 5)
+        drafts = [[chance.randrange(2) for _ in range(num)] for _ in path]
+        counts = walk(torch.tensor(drafts), path)
+        assert counts.tokens == len(path) - 1
+        assert counts.survived == sorted(counts.survived, reverse=True)
+        assert counts.rounds >= counts.survived[0]
+
+
+def test_tau_is_one_and_the_sum_of_survival_where_each_last_round_is_left_out(target, answers, drafter):
+    """As vLLM's counters have it: there, drafts are counted before a stop or a limit trims them."""
+    for n in (1, 4):
+        whole = Counts(n)
+        for _, answer, _ in rollout(target, drafter, answers, n):
+            for done in answer.rounds[:-1]:
+                whole.add_round(done.accepted, done.emitted)
+        assert whole.rounds > 10
+        assert whole.tau == pytest.approx(1 + sum(whole.survival))
+
+
+def test_the_handed_log_of_rounds_is_pooled_and_not_averaged():
+    want = json.loads((CASES / "e01_expect.json").read_text())
+    pooled, last = Counts(3), Counts(5)
+    for line in (CASES / "e01_accept_log.jsonl").read_text().splitlines():
+        request = json.loads(line)
+        for done in request["rounds"]:
+            counts = last if request["request"] == "C" else pooled
+            counts.add_round(min(done["accepted"], done["emitted"]), done["emitted"])
+    assert pooled.rounds == want["A_and_B"]["rounds"]
+    assert pooled.tau == want["A_and_B"]["mean_length_with_bonus"]
+    assert sum(pooled.survival) == want["A_and_B"]["mean_length_drafts_only"]
+    assert pooled.survival == want["A_and_B"]["position_rates"]
+    assert last.tau == want["C"]["emitted_per_round"]
+
+
+def test_the_handed_batches_are_added_before_they_are_divided():
+    want = json.loads((CASES / "e01_expect.json").read_text())["aggregate"]
+    one, other = [Counts(2, batch["blocks"], 0, batch["prefix_ok"]) for batch in want["batches"]]
+    assert 1 + sum((one + other).survival) == want["expect_length"]
+
+
+def test_no_rounds_make_no_rates_and_no_division_by_zero():
+    assert Counts(2).tau == 0.0
+    assert Counts(2).survival == Counts(2).conditional == [0.0, 0.0]
+    never = Counts(3, 4, 4, [0, 0, 0])
+    assert never.conditional == [0.0, 0.0, 0.0]
+
+
+def test_conditional_acceptance_is_survival_over_the_survival_before():
+    counts = Counts(3, 10, 19, [6, 3, 0])
+    assert counts.survival == [0.6, 0.3, 0.0]
+    assert counts.conditional == [0.6, 0.5, 0.0]
+
+
+def test_counts_of_different_lengths_are_not_added():
+    with pytest.raises(ValueError, match="zip"):
+        Counts(2) + Counts(3)

@@ -1,0 +1,209 @@
+"""``python -m serve``: an answer by draft and verify, beside plain decoding."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import pytest
+
+from data.chat import Renderer
+from drafters import checkpoint
+from drafters.target import HardwareConfig, load
+from drafters.types import Example
+from serve import answer as module
+from serve import tasks
+from serve.answer import ServeConfig, Timed, best_drafts, capacity_for, drafts_for, round_seconds
+from serve.engine import Answer, Request
+from tests import tiny
+from tests.commands import CPU, command, refusal
+
+QUESTION = "question 0"
+
+
+@pytest.fixture(scope="module")
+def target(workshop):
+    return load(str(workshop / "target"), HardwareConfig(dtype="float32", device="cpu"))
+
+
+def prompt_ids(target, text: str) -> list[int]:
+    return Renderer(target.tokenizer, stop_ids=target.stop_ids).prompt_ids(
+        [{"role": "user", "content": text}]
+    )
+
+
+@pytest.fixture(scope="module")
+def directory(target, tmp_path_factory):
+    """A drafter that knows the answer to ``QUESTION``."""
+    prompt = prompt_ids(target, QUESTION)
+    answer = tiny.greedy(target, prompt, 24)
+    known = Example(prompt + answer, [False] * len(prompt) + [True] * len(answer), "chat", "known")
+    directory = tmp_path_factory.mktemp("drafters") / "one"
+    checkpoint.write(tiny.trained(target, [known], steps=40), directory)
+    return directory
+
+
+@pytest.fixture
+def asked(workshop, directory, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return [*CPU, f"target={workshop / 'target'}", f"drafter={directory}", "serve.max_new_tokens=24"]
+
+
+def spoken(target, text: str, num: int = 24) -> str:
+    """What plain greedy decoding answers, by the plainest loop there is."""
+    ids = tiny.greedy(target, prompt_ids(target, text), num)
+    return target.tokenizer.decode([i for i in ids if i not in target.stop_ids])
+
+
+# Prompts --------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_answered_as_plain_greedy_decoding_would(asked, target, capsys):
+    assert command("serve", *asked, f"prompt={QUESTION}") == 0
+    out = capsys.readouterr().out
+    assert out.startswith(spoken(target, QUESTION) + "\n\n")
+    found = re.search(r"^24 tokens, N=4, tau ([\d.]+), ([\d.]+) tokens/s$", out, re.MULTILINE)
+    assert 1 < float(found[1]) <= 5, "the drafter knows this answer"
+    found = re.search(
+        r"^plain decoding ([\d.]+) tokens/s: drafting is ([\d.]+) times as fast; (.*)$", out, re.MULTILINE
+    )
+    assert float(found[1]) > 0
+    assert found[3] == "token ids are equal"
+
+
+def test_a_prompt_comes_from_a_file_with_commas_quotes_and_lines(asked, target, tmp_path, capsys):
+    text = 'Say "a, b" and {c}:\n\n  it\'s = 1?'
+    (tmp_path / "prompt.txt").write_text(text + "\n", encoding="utf-8")
+    assert command("serve", *asked, "prompt_file=prompt.txt") == 0
+    assert capsys.readouterr().out.startswith(spoken(target, text) + "\n\n")
+
+
+def test_a_prompt_comes_from_standard_input(asked, target, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("naïve 日本, really?\n"))
+    assert command("serve", *asked) == 0
+    assert capsys.readouterr().out.startswith(spoken(target, "naïve 日本, really?") + "\n\n")
+
+
+def test_the_answer_is_printed_as_it_grows_and_whole_characters_only(target, capsys):
+    hear = tasks._printer(target)
+    answer = Answer(Request([1], 9))
+    shown = []
+    for ids in (target.tokenizer("a日", add_special_tokens=False)["input_ids"], [target.stop_ids[0]]):
+        for token in ids:
+            answer.tokens.append(token)
+            answer.finish = "stop" if token in target.stop_ids else None
+            hear(answer, [token])
+            shown.append(capsys.readouterr().out)
+    assert shown == ["a", "", "", "日", ""]
+
+
+# Settings -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_any_number_of_drafts_gives_the_same_answer(asked, target, n, capsys):
+    assert command("serve", *asked, f"prompt={QUESTION}", f"serve.n={n}") == 0
+    out = capsys.readouterr().out
+    assert out.startswith(spoken(target, QUESTION) + "\n\n")
+    assert f"N={n}," in out
+    assert "token ids are equal" in out
+
+
+def test_the_comparison_can_be_left_out(asked, capsys):
+    assert command("serve", *asked, "prompt=hello", "serve.compare=false") == 0
+    out = capsys.readouterr().out
+    assert "tau" in out
+    assert "plain" not in out
+
+
+def test_an_answer_of_one_token_has_no_speed(asked, capsys):
+    assert command("serve", *asked, "prompt=hello", "serve.max_new_tokens=1") == 0
+    assert "1 tokens, N=4, tau 0.00, 0.0 tokens/s" in capsys.readouterr().out
+
+
+def test_the_number_of_drafts_is_the_one_asked_for_then_the_fastest_then_the_trained_one(
+    target, directory, tmp_path, monkeypatch
+):
+    drafter = checkpoint.read(directory, target)
+    assert drafts_for(target, drafter, directory, ServeConfig()) == 4
+    noted = tmp_path / "noted"
+    checkpoint.write(drafter, noted, {"tau_by_n": {"1": 1.5, "2": 1.9, "3": 2.0, "4": 2.1}})
+    monkeypatch.setattr(module, "round_seconds", lambda target, drafter, n: 1.0 + 0.1 * n)
+    assert drafts_for(target, drafter, noted, ServeConfig()) == 2
+    assert drafts_for(target, drafter, noted, ServeConfig(n=3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "taus", "best"),
+    [
+        ({0: 1.0, 1: 1.1, 2: 1.2}, {1: 1.5, 2: 1.9}, 2),
+        ({0: 1.0, 1: 1.1, 2: 1.9}, {1: 1.5, 2: 1.9}, 1),
+        ({0: 1.0, 1: 1.6, 2: 2.0}, {1: 1.5, 2: 1.9}, 0),
+        ({0: 1.0, 1: 1.1, 2: 1.0}, {1: 1.5}, 1),
+        ({0: 1.0, 1: 1.0}, {1: 1.0}, 0),
+    ],
+)
+def test_the_fastest_number_of_drafts_has_the_most_tokens_a_second(seconds, taus, best):
+    assert best_drafts(seconds, taus) == best
+
+
+@pytest.mark.parametrize("n", [0, 2, 4])
+def test_the_seconds_of_a_round_can_be_measured_for_every_number_of_drafts(target, directory, n):
+    assert round_seconds(target, checkpoint.read(directory, target), n, context=6, repeats=1) > 0
+
+
+def test_parted_ids_are_said_with_their_place_and_the_remedy():
+    def timed(ids: list[int]) -> Timed:
+        return Timed(Answer(Request([1], 9), ids), 2.0)
+
+    assert tasks.comparison(timed([1, 2, 3]), timed([1, 2, 3])).endswith("token ids are equal")
+    text = tasks.comparison(timed([1, 2, 3, 4, 5]), timed([1, 2, 4]))
+    assert "drafting is 2.00 times as fast" in text
+    assert "token ids part at 2 " in text
+    assert "hardware.dtype=float32" in text
+    assert "part at 3 " in tasks.comparison(timed([1, 2, 3]), timed([1, 2, 3, 4]))
+
+
+# Bad input ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["prompt=a", "prompt_file=b"], ["prompt and prompt_file"]),
+        (["prompt_file=nowhere.txt"], ["prompt_file=nowhere.txt", "no such file"]),
+        (["prompt_file=bytes.txt"], ["prompt_file=bytes.txt", "not UTF-8"]),
+        (["prompt=' '"], ["prompt is empty", "standard input"]),
+        (["prompt=a", "drafter=nowhere"], ["drafter=nowhere", "no drafter directory"]),
+        (["prompt=a", "serve.n=5"], ["n=5", "at most 4 drafts"]),
+        (["prompt=a", "serve.max_new_tokens=600"], ["serve.max_new_tokens=600", "context of 512"]),
+        (["prompt=a", "target=nowhere"], ["target=nowhere", "hub name"]),
+    ],
+    ids=lambda value: value[-1],
+)
+def test_what_cannot_be_served_is_refused(asked, arguments, words, tmp_path, capsys):
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    given = list({text.split("=")[0]: text for text in [*asked, *arguments]}.values())
+    message = refusal(capsys, "serve", *given)
+    for word in words:
+        assert word in message
+
+
+def test_silence_on_standard_input_is_refused(asked, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    assert "standard input" in refusal(capsys, "serve", *asked)
+
+
+def test_a_drafter_of_another_target_is_refused_naming_what_differs(asked, tmp_path, capsys):
+    tiny.save(tiny.target(layers=8, hidden=64), tmp_path / "other")
+    given = [text for text in asked if not text.startswith("target")]
+    message = refusal(capsys, "serve", *given, "target=other", "prompt=a")
+    assert "made for another target: its hidden_size is 32, that of other is 64" in message
+    assert "give target=" in message
+
+
+def test_a_prompt_may_fill_the_targets_context_to_the_last_token(target):
+    assert capacity_for(target, [9] * 500, ServeConfig(max_new_tokens=12), 4) == 516
+    with pytest.raises(ValueError, match=r"501 prompt tokens.*serve\.max_new_tokens=12.*512"):
+        capacity_for(target, [9] * 501, ServeConfig(max_new_tokens=12), 4)
