@@ -90,7 +90,7 @@ class BlockConfig(MethodConfig):
 
 @dataclass
 class BlockState:
-    """Context keys and values of serving, a ``[slots, capacity, H, E]`` each layer, true up to ``lengths``."""
+    """Context keys and values of serving, ``[slots, capacity, H, E]`` a layer, true up to ``lengths``."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -153,9 +153,9 @@ class BlockDrafter(Drafter):
 
     def layer_config(self) -> dict[str, Any]:
         keys = (
-            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-            "hidden_act rms_norm_eps rope_parameters max_position_embeddings attention_bias sliding_window "
-            "use_sliding_window layer_types tie_word_embeddings"
+            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+            "num_key_value_heads head_dim hidden_act rms_norm_eps rope_parameters max_position_embeddings "
+            "attention_bias sliding_window use_sliding_window layer_types tie_word_embeddings"
         )
         return {"model_type": "qwen3", **{key: getattr(self.shape, key) for key in keys.split()}}
 
@@ -362,8 +362,8 @@ def start_from_target(drafter: BlockDrafter) -> None:
     """Copy decoder layers, final norm and the input norm of the target into a fresh drafter.
 
     The context starts as the highest kept layer that the copied ones can read, so that context keys and
-    values are nearly the target's own. Qwen3-style query and key norms start at the scale that the target's projections
-    give unit-variance inputs, where the target has none.
+    values are nearly the target's own. Qwen3-style query and key norms start at the scale that the
+    target's projections give unit-variance inputs, where the target has none.
     Errors: ``ValueError`` where shapes differ (mixture-of-experts or latent attention): ``init=random``.
     """
     config, target = drafter.config, drafter.target

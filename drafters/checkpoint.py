@@ -163,7 +163,8 @@ def _read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:
         raise ValueError(f"{directory}/model.safetensors: {error}") from error
     if found["draft_vocab_size"] != (target.vocab_size if vocab is None else len(vocab)):
         raise ValueError(
-            f"{directory}: draft_vocab_size={found['draft_vocab_size']} but d2t maps {vocab and len(vocab)} tokens"
+            f"{directory}: draft_vocab_size={found['draft_vocab_size']} but d2t maps "
+            f"{vocab and len(vocab)} tokens"
         )
     cls = all_methods()[name]
     settings = cls.read_description(found)
@@ -193,7 +194,8 @@ def _load_strictly(drafter: Drafter, held: dict[str, Tensor], directory: Path) -
     for name, value in held.items():
         if value.shape != wanted[name].shape:
             raise ValueError(
-                f"{directory}: {name} has shape {tuple(value.shape)}, its config asks for {tuple(wanted[name].shape)}"
+                f"{directory}: {name} has shape {tuple(value.shape)}, its config asks for "
+                f"{tuple(wanted[name].shape)}"
             )
     drafter.to(next(iter(held.values())).dtype)
     drafter.load_state_dict(held)
@@ -204,7 +206,8 @@ def _check_layer_config(drafter: Drafter, stored: dict[str, Any], directory: Pat
     for key in sorted(ours.keys() & stored.keys()):
         if ours[key] != stored[key]:
             raise ValueError(
-                f"{directory}: transformer_layer_config.{key}={stored[key]!r}, but a drafter of this target has {ours[key]!r}"
+                f"{directory}: transformer_layer_config.{key}={stored[key]!r}, but a drafter of this target "
+                f"has {ours[key]!r}"
             )
 
 

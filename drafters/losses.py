@@ -133,7 +133,7 @@ class _Chunked(torch.autograd.Function):
     """Loss and its gradient in one sweep over chunks of positions."""
 
     @staticmethod
-    def forward(ctx, hidden_PD, head_ND, labels_P, weights_P, terms, teacher, softcap, chunk):
+    def forward(ctx, hidden_PD, head_ND, labels_P, weights_P, terms, teacher, softcap, chunk):  # noqa: PLR0913
         grad_PD = torch.empty_like(hidden_PD)
         sums = torch.zeros(len(_names(terms)), dtype=torch.float32, device=hidden_PD.device)
         for start in range(0, len(hidden_PD), chunk):

@@ -101,7 +101,7 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def draft_logits(self, batch: Batch, anchors_A: Tensor, n: int) -> Tensor:
-        """The logits behind ``drafts``, over the draft vocabulary, ``[A, K, N]``: what the export gate compares."""
+        """The logits behind ``drafts``, ``[A, K, N]``: what the export gate compares."""
         raise NotImplementedError
 
     def begin(self, slots: int, capacity: int) -> Any:

@@ -182,8 +182,8 @@ class Target:
         unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
         if unknown:
             raise ValueError(
-                f"target {self.name}: layers of kind {unknown} keep a state that cannot be rolled back after a "
-                "refused draft; serve it with engine=vllm"
+                f"target {self.name}: layers of kind {unknown} keep a state that cannot be rolled "
+                "back after a refused draft; serve it with engine=vllm"
             )
         window = vars(self.config).get("sliding_window")
         if "layer_types" not in vars(self.config):

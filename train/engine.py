@@ -21,10 +21,12 @@ from train.optim import OptimConfig, make
 
 
 def world_size() -> int:
+    """Processes of this run, as the launcher says."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
+    """This process's number, from 0."""
     return int(os.environ.get("RANK", "0"))
 
 
