@@ -51,7 +51,7 @@ def capture(
     out = []
     for row, example in enumerate(examples):
         own = states[row : row + 1, : len(example.ids)]
-        out.append(States(own.layers_BTLD.clone(), own.last_BTD.clone() if with_last else None))
+        out.append(States(own.layers_BTLD.clone(), own.last().clone() if with_last else None))
     return out
 
 

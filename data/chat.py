@@ -88,7 +88,7 @@ class Renderer:
         """Whether the template writes tool definitions and calls; SmolLM2's ignores both."""
         tool = {"type": "function", "function": {"name": PROBE, "parameters": {"type": "object"}}}
         call = {"type": "function", "function": {"name": PROBE + "_call", "arguments": {}}}
-        messages = [
+        messages: list[Message] = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": "", "tool_calls": [{"id": "123456789", **call}]},
             {"role": "tool", "tool_call_id": "123456789", "name": PROBE + "_call", "content": "y"},

@@ -23,7 +23,7 @@ def renderer(config: DataConfig, tokenizer, stop_ids: Iterable[int] = ()) -> Ren
 
 
 def examples(
-    rows: Iterable[Row], render: Renderer, max_length: int, strict: bool = False
+    rows: Iterable[Row], render: Renderer, max_length: int | None, strict: bool = False
 ) -> tuple[list[Example], list[Row]]:
     """Examples of all usable rows, and the rows with ``skip`` filled in where there is none.
 

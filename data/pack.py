@@ -42,7 +42,7 @@ def pack(examples: Sequence[Example], states: Sequence[States]) -> Batch:
         )
     last = None
     if all(state.last_BTD is not None for state in states):
-        last = torch.cat([state.last_BTD for state in states], dim=1)
+        last = torch.cat([state.last() for state in states], dim=1)
     return Batch(
         tokens_BT=torch.tensor([[i for example in examples for i in example.ids]]),
         mask_BT=torch.tensor([[m for example in examples for m in example.mask]], dtype=torch.bool),

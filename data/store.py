@@ -113,7 +113,7 @@ class Store:
             tensors[f"{key}.ids"] = torch.tensor(example.ids)
             tensors[f"{key}.layers"] = state.layers_BTLD[0].contiguous()
             if self.spec.with_last:
-                tensors[f"{key}.last"] = state.last_BTD[0].contiguous()
+                tensors[f"{key}.last"] = state.last()[0].contiguous()
         sums = json.dumps({name: _checksum(value) for name, value in tensors.items()})
         content = hashlib.sha256("".join(tensors).encode()).hexdigest()[:16]
         path = self.directory / f"{content}.safetensors"
@@ -145,4 +145,4 @@ class Store:
 
 
 def _checksum(value: Tensor) -> int:
-    return zlib.crc32(value.contiguous().view(torch.uint8).numpy())
+    return zlib.crc32(value.contiguous().view(torch.uint8).numpy().data)

@@ -22,8 +22,9 @@ Training, replay and serving call ``hidden`` below; they differ only in where ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +113,9 @@ class BlockState:
 class BlockDrafter(Drafter):
     """Context projection, layers and norm; subclasses add a loss and what follows the logits."""
 
+    config_class: ClassVar[type[BlockConfig]]
     config: BlockConfig
+    layers: Sequence[ContextLayer]  # an nn.ModuleList
 
     def __init__(self, config: BlockConfig, target: Target, vocab: DraftVocab | None = None) -> None:
         super().__init__(config, target, vocab)
@@ -120,7 +123,8 @@ class BlockDrafter(Drafter):
         size = self.shape.hidden_size
         self.fc = nn.Linear(len(self.layer_ids) * target.hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, self.shape.rms_norm_eps)
-        self.layers = nn.ModuleList(ContextLayer(self.shape) for _ in range(config.num_layers))
+        layers = nn.ModuleList(ContextLayer(self.shape) for _ in range(config.num_layers))
+        self.layers = cast(Sequence[ContextLayer], layers)
         self.norm = RMSNorm(size, self.shape.rms_norm_eps)
         self.rotary = Rotary(self.shape)
         self.mask_token = choose_mask_token(config, target)
@@ -377,7 +381,7 @@ def start_from_target(drafter: BlockDrafter) -> None:
     at = max(below, default=0) * target.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, at : at + target.hidden_size].copy_(torch.eye(target.hidden_size))
-    drafter.hidden_norm.weight.copy_(target.layers[ids[0]].input_layernorm.weight)
+    drafter.hidden_norm.weight.copy_(target.layers[ids[0]].get_parameter("input_layernorm.weight"))
 
 
 def _copy_layer(layer: ContextLayer, source: nn.Module, k: int) -> None:

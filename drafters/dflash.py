@@ -40,7 +40,7 @@ class DFlash(BlockDrafter):
 
     def loss(self, batch: Batch) -> Loss:
         labels_AK, weights_AK = self._weights(batch)
-        hidden_AKD = self.hidden_of(batch, batch.anchors_A, batch.num_drafts)
+        hidden_AKD = self.hidden_of(batch, *batch.placed())
         total, sums = chunked(
             hidden_AKD.flatten(0, 1),
             self.head_ND,
@@ -54,8 +54,8 @@ class DFlash(BlockDrafter):
 
     def _weights(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft-vocabulary labels ``[A, K]`` (-1: cannot be drafted) and the weight of each."""
-        num = batch.num_drafts
-        labels_AK, valid_AK = block_labels(batch.tokens_BT, batch.mask_BT, batch.doc_BT, batch.anchors_A, num)
+        anchors_A, num = batch.placed()
+        labels_AK, valid_AK = block_labels(batch.tokens_BT, batch.mask_BT, batch.doc_BT, anchors_A, num)
         if self.vocab is not None:
             labels_AK = self.vocab.draft_id_V.to(labels_AK.device)[labels_AK]
         decay_K = decay_weights(num, self.config.decay).to(labels_AK.device)
@@ -63,8 +63,9 @@ class DFlash(BlockDrafter):
 
     def _teacher(self, batch: Batch) -> Teacher:
         """The target's law at each label: its state one position before the label."""
-        last_PD = batch.states.last_BTD.flatten(0, 1)
-        offset_K = torch.arange(batch.num_drafts, device=last_PD.device)
-        where_AK = (batch.anchors_A[:, None] + offset_K).clamp(max=len(last_PD) - 1)
+        anchors_A, num = batch.placed()
+        last_PD = batch.states.last().flatten(0, 1)
+        offset_K = torch.arange(num, device=last_PD.device)
+        where_AK = (anchors_A[:, None] + offset_K).clamp(max=len(last_PD) - 1)
         kept = None if self.vocab is None else self.vocab.kept_N.to(last_PD.device)
         return Teacher(last_PD[where_AK.flatten()], self.target.head, kept)

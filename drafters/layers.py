@@ -72,12 +72,10 @@ class ContextAttention(nn.Module):
 
     def __init__(self, shape: Qwen3Config) -> None:
         super().__init__()
-        size = shape.head_dim
-        self.heads, self.kv_heads, self.size = (
-            shape.num_attention_heads,
-            shape.num_key_value_heads,
-            size,
-        )
+        size, kv_heads = shape.head_dim, shape.num_key_value_heads
+        assert size is not None, "a draft shape names the size of its heads"
+        assert kv_heads is not None, "a draft shape names its key and value heads"
+        self.heads, self.kv_heads, self.size = shape.num_attention_heads, kv_heads, size
         self.q_proj = nn.Linear(shape.hidden_size, self.heads * size, bias=False)
         self.k_proj = nn.Linear(shape.hidden_size, self.kv_heads * size, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, self.kv_heads * size, bias=False)

@@ -89,7 +89,10 @@ def plain(
     softcap: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The reference: all logits at once. Returns the weighted sum and the detached sum of each term."""
-    p_PV = teacher.law(slice(None)) if terms.soft else None
+    p_PV = None
+    if terms.soft:
+        assert teacher is not None, "a soft term needs the target's law"
+        p_PV = teacher.law(slice(None))
     logits_PV = hidden_PD @ head_ND.T
     if softcap is not None:
         logits_PV = softcap * torch.tanh(logits_PV / softcap)

@@ -80,7 +80,7 @@ class Drafter(nn.Module):
     # The verbs --------------------------------------------------------------------------------
 
     @classmethod
-    def choose_layers(cls, config: MethodConfig, num_layers: int) -> list[int]:
+    def choose_layers(cls, config: Any, num_layers: int) -> list[int]:
         """Which target layers to keep: used by capture and by the engine."""
         raise NotImplementedError
 

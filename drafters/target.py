@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -69,8 +69,8 @@ class Target:
         return self.embedding.weight.dtype
 
     @property
-    def embedding(self) -> nn.Module:
-        return self.model.get_input_embeddings()
+    def embedding(self) -> nn.Embedding:
+        return cast(nn.Embedding, self.model.get_input_embeddings())
 
     @property
     def head_weight_VD(self) -> Tensor:
@@ -163,7 +163,7 @@ class Target:
         """Eight tokens through the whole model: a family with another head is refused, not misread."""
         tokens = torch.arange(8, device=self.device)[None] % self.vocab_size
         want = self.model(input_ids=tokens, use_cache=False).logits.float()
-        have = self.head(self.states(tokens, [0]).last_BTD).float()
+        have = self.head(self.states(tokens, [0]).last()).float()
         error = (want - have).abs().max() / want.abs().max().clamp(min=1e-6)
         if not error <= 1e-2:
             raise ValueError(
@@ -227,7 +227,7 @@ def load(name: str, config: HardwareConfig) -> Target:
     dtype = pick_dtype(config.dtype, device)
     extra = {} if config.attention is None else {"attn_implementation": config.attention}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
             trust_remote_code=config.trust_remote_code,
@@ -240,6 +240,7 @@ def load(name: str, config: HardwareConfig) -> Target:
             f"target={name}: no causal language model with weights and a tokenizer can be read from it; "
             f"download or convert it again. ({str(error).splitlines()[0]})"
         ) from error
+    model, info = loaded  # a pair, though the stubs promise the model alone
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"target={name}: its files lack {len(missing)} tensors that its config asks for, the first "

@@ -49,6 +49,11 @@ class States:
         last = None if self.last_BTD is None else self.last_BTD.to(device, dtype)
         return States(self.layers_BTLD.to(device, dtype), last)
 
+    def last(self) -> Tensor:
+        """``last_BTD`` of states that were kept with it."""
+        assert self.last_BTD is not None, "states without the last one"
+        return self.last_BTD
+
     def __getitem__(self, index) -> States:
         """Index rows and positions of both tensors alike."""
         last = None if self.last_BTD is None else self.last_BTD[index]
@@ -80,6 +85,12 @@ class Batch:
         anchors = None if self.anchors_A is None else self.anchors_A.to(device)
         return replace(self, **moved, anchors_A=anchors, states=self.states.to(device, dtype))
 
+    def placed(self) -> tuple[Tensor, int]:
+        """The anchors and how many drafts follow each, of a batch that a method has placed."""
+        assert self.anchors_A is not None, "a batch without anchors"
+        assert self.num_drafts is not None, "a batch without a number of drafts"
+        return self.anchors_A, self.num_drafts
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -104,4 +115,4 @@ class Loss:
     sum: Tensor
     count: float
     sums: dict[str, Tensor] = field(default_factory=dict)
-    counts: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)

@@ -144,7 +144,7 @@ def _path(target: Target, example: Example, states: States) -> Path:
     if not all(example.mask[first:]):
         raise ValueError(f"{example.name}: replay takes one answer at the end of a row; split the turns")
     answer_P = torch.tensor(example.ids[first:])
-    last_PD = states.last_BTD[0, first - 1 : len(example.ids) - 1]
+    last_PD = states.last()[0, first - 1 : len(example.ids) - 1]
     top_P2, best_P2 = target.head(last_PD.to(target.device)).float().topk(2, dim=-1)
     agree_P = (best_P2[:, 0].cpu() == answer_P).long().cumprod(0)
     length = int(agree_P.sum())

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from typing import cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
@@ -22,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipes.schema import Run, register
 
-Task = Callable[[Run], None]
+Task = Callable[[Run], object]
 
 
 def start(main: Callable[[], None]) -> None:
@@ -40,7 +41,7 @@ def perform(config: DictConfig, tasks: Mapping[str, Task], default: str) -> None
     """Do the task that ``config`` names, with its settings as objects."""
     with in_one_message():  # before Hydra, which would print all overrides above ours
         _refuse_additions(config)
-        run: Run = OmegaConf.to_object(config)
+        run = cast(Run, OmegaConf.to_object(config))
         name = run.task or default
         if name not in tasks:
             raise ValueError(f"task={name}: write one of {', '.join(sorted(tasks))}.{_nearest(name, tasks)}")
@@ -64,7 +65,9 @@ def in_one_message() -> Iterator[None]:
 
 def _refuse_additions(node: DictConfig, prefix: str = "") -> None:
     """``+key=value`` opens a closed tree; a key that no component reads is a mistake all the same."""
-    known = {field.name for field in fields(OmegaConf.get_type(node))}
+    schema = OmegaConf.get_type(node)
+    assert schema is not None
+    known = {field.name for field in fields(schema)}
     for key in map(str, node):
         if key not in known:
             raise ValueError(f"+{prefix}{key}: there is no such key.{_nearest(prefix + key, known_keys())}")
@@ -143,7 +146,8 @@ def known_keys() -> list[str]:
 def _dotted(node: DictConfig, prefix: str = "") -> list[str]:
     keys = []
     for key in node:
-        keys.append(prefix + str(key))
+        name = prefix + str(key)
+        keys.append(name)
         if not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig):
-            keys += _dotted(node[key], f"{prefix}{key}.")
+            keys += _dotted(node[key], f"{name}.")
     return keys

@@ -16,6 +16,8 @@ class _SlotLayer(CacheLayerMixin):
     """One decoder layer's ``[B, H, room, E]``; the room grows with what is written, up to the capacity."""
 
     is_sliding = False
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, owner: SlotCache) -> None:
         super().__init__()
@@ -112,6 +114,7 @@ class SlotCache(Cache):
         """Put a request into another slot (the last one into a hole)."""
         length = self.lengths[source]
         for layer in self.layers:
+            assert isinstance(layer, _SlotLayer), layer
             if not layer.is_initialized:  # a layer that reads another layer's keys (Gemma 4) writes none
                 continue
             layer.keys[target, :, :length] = layer.keys[source, :, :length]

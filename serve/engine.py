@@ -172,7 +172,7 @@ class Engine:
             position_BT=position_BJ,
             cache=self.cache,
         )
-        last_BJD = states.last_BTD
+        last_BJD = states.last()
         if head_rows is not None:
             last_BJD = last_BJD[:, last_BJD.shape[1] - head_rows :]
         return self.target.head(last_BJD), states, tokens_BJ

@@ -71,8 +71,8 @@ class Log:
     def _wandb(self, directory: Path, settings: Mapping[str, Any]):
         import wandb
 
-        mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
-        mode = os.environ.get("WANDB_MODE", mode)
+        usual = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+        mode: Any = os.environ.get("WANDB_MODE", usual)  # wandb checks it
         return wandb.init(
             project=self.config.project,
             name=directory.name,

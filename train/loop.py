@@ -223,5 +223,5 @@ class Window:
             "tokens_per_second": seen["tokens"] / seconds,
             "waiting": self.waited / seconds,
         }
-        self.__init__()
+        vars(self).update(vars(Window()))
         return out
