@@ -39,6 +39,7 @@ bench: install
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
+	$(if $(filter-out $@,$(wildcard .venv/.installed-*)),rm -rf .venv)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(if $(filter keep,$(TORCH)),--system-site-packages) .venv
 	$(if $(filter keep,$(TORCH)),,$(BIN)/pip install --quiet $(TORCH))
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'

@@ -27,8 +27,7 @@ from drafters.target import load
 from eval.replay import paths
 from recipes.cli import perform, start
 from recipes.schema import Run
-
-ROUNDING = 1e-3  # in logits: what the order of additions may change in fp32, with room
+from serve.tasks import ROUNDING
 
 
 def measure(run: Run) -> None:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from transformers import TextStreamer
 
 from benchmarks import environment
-from data.chat import Renderer
+from data.examples import renderer
 from drafters import checkpoint
 from drafters.target import Target, load
 from recipes.cli import perform, start
@@ -62,9 +62,9 @@ def measure(run: Run) -> None:
     """Time all prompts in all three ways and print the table."""
     if run.drafter is None:
         raise ValueError("drafter: name a drafter directory, for example drafter=runs/demo/drafter")
-    target = load(run.target, run.hardware)
+    target = load(run.target, checkpoint.hardware_for(Path(run.drafter), run.hardware))
     drafter = checkpoint.read(Path(run.drafter), target)
-    render = Renderer(target.tokenizer, stop_ids=target.stop_ids)
+    render = renderer(run.data, target.tokenizer, target.stop_ids)
     settings = run.serve
     settings.max_new_tokens = min(settings.max_new_tokens, 96)
     n = drafts_for(target, drafter, Path(run.drafter), settings)

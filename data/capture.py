@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,28 +75,60 @@ def source(
     layer_ids: Sequence[int],
     *,
     with_last: bool,
+    rank: int = 0,
+    world: int = 1,
+    barrier: Callable[[], None] = lambda: None,
 ) -> tuple[Source, list[Example]]:
     """A function from examples to their states, and the examples whose states can be used.
 
-    With ``memory`` and ``disk`` everything is captured now, with a progress bar.
-    Errors: ``ValueError`` naming rows and reasons when more than ``max_bad`` of the states are refused.
+    With ``memory`` and ``disk`` everything is captured now, with a progress bar; to the disk each rank
+    writes its share. Errors: ``ValueError`` naming rows and reasons when more than ``max_bad`` of the
+    states are refused, and for more states than memory holds.
     """
     check_ids(examples, target.vocab_size)
     if config.keep == "online":
-        return lambda some: _checked(target, some, layer_ids, with_last), list(examples)
+        return lambda some: _live(config, target, some, layer_ids, with_last), list(examples)
     if config.keep == "memory":
+        _check_memory(target, examples, len(layer_ids) + with_last)
         held: dict[str, States] = {}
         bad = _fill(config, target, examples, layer_ids, with_last, held.update)
         return lambda some: [held[document_key(e.ids)] for e in some], _without(examples, bad, config.max_bad)
+    if world > 1:
+        _store(config, target, examples[rank::world], layer_ids, with_last)
+        barrier()
+    store, bad = _store(config, target, examples, layer_ids, with_last)  # of several ranks: what was refused
+    return lambda some: [_read(store, example) for example in some], _without(examples, bad, config.max_bad)
+
+
+def _store(config, target, examples, layer_ids, with_last) -> tuple[Store, dict[str, str]]:
+    """The store with all that it missed of these examples, and why any of them were refused."""
     store = open_store(config, target, layer_ids, with_last)
-    missing = [example for example in examples if document_key(example.ids) not in store]
+    missing = {document_key(e.ids): e for e in examples if document_key(e.ids) not in store}
 
     def keep(captured: dict[str, States]) -> None:
-        by_key = {document_key(example.ids): example for example in missing}
-        store.write([by_key[key] for key in captured], list(captured.values()))
+        if captured:
+            store.write([missing[key] for key in captured], list(captured.values()))
 
-    bad = _fill(config, target, missing, layer_ids, with_last, keep)
-    return lambda some: [_read(store, example) for example in some], _without(examples, bad, config.max_bad)
+    return store, _fill(config, target, list(missing.values()), layer_ids, with_last, keep)
+
+
+def _check_memory(target: Target, examples: Sequence[Example], num_states: int) -> None:
+    """``ValueError`` before hours of capture that end without memory."""
+    lengths = {document_key(example.ids): len(example.ids) for example in examples}
+    needed = sum(lengths.values()) * num_states * target.hidden_size * target.dtype.itemsize
+    if needed > (free := _free_memory()):
+        raise ValueError(
+            f"states.keep=memory: the states of {len(lengths)} documents take {needed / 2**30:.1f} GiB, "
+            f"{free / 2**30:.1f} GiB of memory are free; write states.keep=disk or states.keep=online"
+        )
+
+
+def _free_memory() -> int:
+    """Bytes that can be had, files' cache included; all the machine has where it does not say."""
+    facts = Path("/proc/meminfo")
+    if facts.exists() and (found := re.search(r"MemAvailable:\s+(\d+) kB", facts.read_text())):
+        return int(found[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _read(store: Store, example: Example) -> States:
@@ -114,14 +148,16 @@ def open_store(config: StatesConfig, target: Target, layer_ids: Sequence[int], w
     return Store(root, Spec(target.fingerprint, tuple(layer_ids), dtype, with_last))
 
 
-def _checked(target: Target, examples: Sequence[Example], layer_ids, with_last: bool) -> list[States]:
-    captured = capture(target, examples, layer_ids, with_last)
-    for example, states in zip(examples, captured, strict=True):
-        try:
-            check_states(example.ids, states)
-        except BadStates as reason:
-            raise ValueError(f"{example.name}: the target's states cannot be used: {reason}") from reason
-    return captured
+def _live(config, target, examples: Sequence[Example], layer_ids, with_last: bool) -> list[States]:
+    found: dict[str, States] = {}
+    for group in _by_length(examples, config.batch_tokens):
+        for example, states in zip(group, capture(target, group, layer_ids, with_last), strict=True):
+            try:
+                check_states(example.ids, states)
+            except BadStates as reason:
+                raise ValueError(f"{example.name}: the target's states cannot be used: {reason}") from reason
+            found[document_key(example.ids)] = states
+    return [found[document_key(example.ids)] for example in examples]
 
 
 def _fill(

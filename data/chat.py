@@ -9,11 +9,13 @@ the turn's own text and looking for the marks.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -27,8 +29,18 @@ OPEN, CLOSE = "\ue0f0", "\ue0f1"  # private-use marks; no template looks at them
 PROBE = "zq_probe_zq"
 
 
-class Skip(Exception):
+class Skip(ValueError):
     """This row cannot be used; the message is the reason it is counted under."""
+
+
+def template_of(file: str | None) -> str | None:
+    """The text of ``data.chat_template``. Errors: ``ValueError`` when there is no such file."""
+    if file is None:
+        return None
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ValueError(f"data.chat_template={file}: no such file")
+    return path.read_text(encoding="utf-8")
 
 
 @dataclass
@@ -36,12 +48,14 @@ class Renderer:
     """Renders and tokenises chats as a server of this target would.
 
     ``template`` replaces the tokenizer's own; ``settings`` are passed to it (``enable_thinking``...).
+    ``signature`` is that of the target whose kept answers count; ``None``: anyone's of this tokenizer.
     """
 
     tokenizer: Any
     template: str | None = None
     stop_ids: Sequence[int] = ()
     settings: dict[str, Any] = field(default_factory=dict)
+    signature: str | None = None
 
     def __post_init__(self) -> None:
         if self.template is None and self.tokenizer.chat_template is None:
@@ -52,6 +66,12 @@ class Renderer:
     @cached_property
     def tokenizer_hash(self) -> str:
         return tokenizer_hash(self.tokenizer)
+
+    @cached_property
+    def template_hash(self) -> str:
+        """A hash of what prompts are written with: the template and its settings."""
+        content = json.dumps([self.template or self.tokenizer.chat_template, self.settings], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
 
     # Text ------------------------------------------------------------------------------------
 

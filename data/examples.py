@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
-from data.chat import Message, Renderer, Skip
+from data.chat import Message, Renderer, Skip, template_of
 from data.sources import DataConfig, Row
 from drafters.types import Example
 
 
-def renderer(config: DataConfig, tokenizer, stop_ids: Iterable[int] = ()) -> Renderer:
+def renderer(
+    config: DataConfig, tokenizer, stop_ids: Iterable[int] = (), signature: str | None = None
+) -> Renderer:
     """The renderer of these settings. Errors: ``ValueError`` when the template file is missing."""
-    template = None
-    if config.chat_template is not None:
-        path = Path(config.chat_template).expanduser()
-        if not path.is_file():
-            raise ValueError(f"data.chat_template={config.chat_template}: no such file")
-        template = path.read_text(encoding="utf-8")
-    return Renderer(tokenizer, template, tuple(stop_ids), dict(config.template_settings))
+    template = template_of(config.chat_template)
+    return Renderer(tokenizer, template, tuple(stop_ids), dict(config.template_settings), signature)
 
 
 def examples(
@@ -63,6 +59,8 @@ def _answered(row: Row, render: Renderer, max_length: int | None) -> Iterator[Ex
     """Kept ids after the prompt that a server would build: nothing is tokenised a second time."""
     if row.tokenizer != render.tokenizer_hash:
         raise Skip("its answers are of another tokenizer; answer it again with task=regenerate")
+    if not row.answered_by(render.signature):
+        raise Skip("its answers are another target's; answer it again with task=regenerate")
     usable = 0
     for index, ids in row.answers:
         prompt = render.prompt_ids(row.messages[:index], row.tools)

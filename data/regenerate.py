@@ -7,6 +7,7 @@ asks for what is missing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import Counter
@@ -31,7 +32,7 @@ class RegenerateConfig:
     max_new_tokens: int = 512
     temperature: float = 0.0  # 0: greedy
     batch: int = 16  # requests decoded together; 1 is exactly reproducible in fp32
-    seed: int = 0
+    seed: int = 0  # each row draws from this and its key
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.max_new_tokens < 1 or self.temperature < 0:
@@ -69,6 +70,7 @@ def regenerate(
     rows and questions were left out, and with how many answers were cut.
     """
     counts = Counter() if counts is None else counts
+    max_length = min(max_length, target.config.max_position_embeddings)
     jobs: dict[str, _Job] = {}
     for row in rows:
         if row.skip is None and row.key in jobs:
@@ -104,11 +106,12 @@ def _ask(engine: Engine, render: Renderer, job: _Job, config: RegenerateConfig, 
         return False
     if len(prompt) + config.max_new_tokens > max_length:
         tqdm.write(f"{job.row.where}: left out, {len(prompt)} prompt tokens leave no room for an answer")
-        counts["its prompt leaves no room for regenerate.max_new_tokens within data.max_length"] += 1
+        counts[_NO_ROOM] += 1
         return False
     job.messages = messages
     job.parts.pop(0)
-    engine.submit(Request(prompt, config.max_new_tokens, config.temperature, config.seed, job.row.key))
+    seed = int(hashlib.sha256(f"{config.seed}/{job.row.key}".encode()).hexdigest()[:8], 16)
+    engine.submit(Request(prompt, config.max_new_tokens, config.temperature, seed, job.row.key))
     return True
 
 
@@ -129,7 +132,13 @@ def _as_json(job: _Job, render: Renderer, target: Target, config: RegenerateConf
         "answers": [[index, ids] for index, ids in job.answers],
         "finish_reason": job.finish,
         "tokenizer": render.tokenizer_hash,
+        "made_by": made_by(target, render, config),
     }
+
+
+def made_by(target: Target, render: Renderer, config: RegenerateConfig) -> str:
+    """Who answered, and how: the target's signature, temperature and a hash of the template."""
+    return f"{target.signature}/{config.temperature:g}/{render.template_hash}"
 
 
 def append(path: Path, rows: Iterable[dict[str, Any]]) -> int:
@@ -145,10 +154,11 @@ def append(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     return number
 
 
-def done(path: Path) -> set[str]:
+def done(path: Path, by: str | None = None) -> set[str]:
     """Keys of the rows that a previous run answered; a half-written last line is cut off.
 
-    Errors: ``ValueError`` naming the first line that is no answered row: then the file is another's.
+    Errors: ``ValueError`` naming the first line that is no answered row, or one that another than ``by``
+    (see ``made_by``) answered: then the file is another's.
     """
     if not path.exists():
         return set()
@@ -159,6 +169,11 @@ def done(path: Path) -> set[str]:
         row = row_of(number - 1, f"{path}:{number}", parse(line))
         if not row.answers:
             raise ValueError(f"{row.where}: {row.skip or 'a row without answers'}; {_OTHERS}")
+        if by is not None and row.made_by not in (None, by):
+            raise ValueError(
+                f"{row.where}: answered by {row.made_by}, these answers would be by {by} (target, "
+                "temperature, template); name another file with out=FILE"
+            )
         keys.add(row.key)
     if begun:
         if not begun.startswith(_BEGINS[: len(begun)]):
@@ -169,5 +184,8 @@ def done(path: Path) -> set[str]:
     return keys
 
 
+_NO_ROOM = (
+    "its prompt leaves no room for regenerate.max_new_tokens within data.max_length and the target's context"
+)
 _BEGINS = b'{"id": '
 _OTHERS = "this file was not written by task=regenerate and is left as it is, name another with out=FILE"

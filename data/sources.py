@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data.chat import Message, Skip
+from drafters.target import EMBEDDED
 
 BUNDLED = "bundled"
 BUNDLED_DIRECTORY = Path(__file__).parent / "bundled"
@@ -44,6 +45,16 @@ class DataConfig:
     limit: int | None = None  # use the first so many rows
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("max_length", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"data.{name}={value}: give at least 1")
+        if not 0 <= self.holdout < 1:
+            raise ValueError(f"data.holdout={self.holdout}: give a share of at least 0 and below 1")
+        if not 0 <= self.max_skip <= 1:
+            raise ValueError(f"data.max_skip={self.max_skip}: give a share from 0 to 1")
+
 
 @dataclass
 class Row:
@@ -60,8 +71,13 @@ class Row:
     )  # (index of a message, the ids kept of it)
     finish: str | None = None  # of the last answer: stop, or length when it was cut
     tokenizer: str | None = None  # hash of the one that the kept ids belong to
+    made_by: str | None = None  # signature of the target that gave them, /, and how; None: not known
     extra: dict[str, Any] = field(default_factory=dict)
     skip: str | None = None
+
+    def answered_by(self, signature: str | None) -> bool:
+        """Whether the kept ids are this target's, as far as the row or the caller says."""
+        return None in (self.made_by, signature) or str(self.made_by).split("/")[0] == signature
 
     @property
     def asked(self) -> list[Message]:
@@ -207,7 +223,7 @@ def bundled(split: str) -> Iterator[tuple[str, Any]]:
     for file in files:
         for where, value in _lines(file):
             if value["split"] == split:
-                yield f"{BUNDLED}/{where.rpartition('/')[2]}", value
+                yield f"{BUNDLED}/{where.rpartition('/')[2]}", {"made_by": EMBEDDED, **value}
 
 
 # Rows -------------------------------------------------------------------------------------------
@@ -230,6 +246,7 @@ def _row(index: int, where: str, value: dict[str, Any]) -> Row:
         answers=_answers(value.get("answers"), messages),
         finish=value.get("finish_reason"),
         tokenizer=value.get("tokenizer"),
+        made_by=value.get("made_by"),
         extra={key: value[key] for key in ("split", "lang", "source") if key in value},
     )
 
@@ -365,8 +382,10 @@ def report(rows: Iterable[Row]) -> tuple[Counter, list[str]]:
 
 def check_skips(rows: list[Row], max_skip: float) -> None:
     """``ValueError`` with the table of reasons when nothing is left, or more than ``max_skip`` is lost."""
+    if not rows:
+        raise ValueError("data.path: it holds no row of this data.split; name a file that does")
     bad = [row for row in rows if row.skip]
-    if rows and len(bad) < len(rows) and len(bad) <= max_skip * len(rows):
+    if len(bad) < len(rows) and len(bad) <= max_skip * len(rows):
         return
     reasons = Counter(row.skip for row in bad)
     first = {row.skip: row.where for row in reversed(bad)}

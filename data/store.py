@@ -13,6 +13,7 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,7 +118,7 @@ class Store:
         sums = json.dumps({name: _checksum(value) for name, value in tensors.items()})
         content = hashlib.sha256("".join(tensors).encode()).hexdigest()[:16]
         path = self.directory / f"{content}.safetensors"
-        scratch = path.with_suffix(".tmp")
+        scratch = _scratch(path)
         save_file(tensors, scratch, metadata={"crc32": sums})
         os.replace(scratch, path)
         self._open_shard(path)
@@ -129,7 +130,7 @@ class Store:
     def _write_manifest(self) -> None:
         path = self.directory / "manifest.json"
         text = json.dumps(vars(self.spec), indent=2, sort_keys=True)
-        scratch = path.with_suffix(".tmp")
+        scratch = _scratch(path)
         scratch.write_text(text)
         os.replace(scratch, path)
 
@@ -138,10 +139,16 @@ class Store:
             with safe_open(path, framework="pt") as shard:
                 keys = {name.rpartition(".")[0] for name in shard.keys()}  # noqa: SIM118
         except (SafetensorError, OSError):
-            path.rename(path.with_suffix(".damaged"))
+            with suppress(FileNotFoundError):  # another rank was first
+                path.rename(path.with_suffix(".damaged"))
             self.damaged.append(path.name)
             return
         self._where.update(dict.fromkeys(keys, path))
+
+
+def _scratch(path: Path) -> Path:
+    """A temporary name of this process's own: several ranks write to one store."""
+    return path.with_suffix(f".{os.getpid()}.tmp")
 
 
 def _checksum(value: Tensor) -> int:

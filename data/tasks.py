@@ -13,7 +13,7 @@ from data.capture import source
 from data.chat import Skip
 from data.examples import examples as to_examples
 from data.examples import of_row, renderer
-from data.regenerate import append, done, regenerate
+from data.regenerate import append, done, made_by, regenerate
 from data.sources import Row, check_skips, read, report
 from drafters.target import load, load_tokenizer
 
@@ -102,7 +102,7 @@ def regenerate_answers(run: Run) -> None:
     render = renderer(run.data, target.tokenizer, target.stop_ids)
     rows = list(read(run.data))
     check_skips(rows, run.data.max_skip)
-    have = done(out)
+    have = done(out, made_by(target, render, run.regenerate))
     missing = [row for row in rows if row.skip is None and row.key not in have]
     counts = Counter(row.skip for row in rows if row.skip)
     length = run.data.max_length
@@ -121,7 +121,7 @@ def capture_states(run: Run) -> None:
     from drafters.method import all_methods
 
     target = load(run.target, run.hardware)
-    render = renderer(run.data, target.tokenizer, target.stop_ids)
+    render = renderer(run.data, target.tokenizer, target.stop_ids, target.signature)
     found, seen = to_examples(read(run.data), render, run.data.max_length, run.data.strict)
     check_skips(seen, run.data.max_skip)
     layer_ids = all_methods()[run.method.name].choose_layers(run.method, target.num_layers)

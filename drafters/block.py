@@ -143,6 +143,11 @@ class BlockDrafter(Drafter):
             "sliding_window_non_causal": self.config.sliding_window is None,
         }
 
+    def vllm_refusal(self) -> str | None:
+        if self.config.anchor_predicts:
+            return "vLLM misreads or refuses a block whose anchor slot predicts (method.anchor_predicts)"
+        return None
+
     @classmethod
     def read_description(cls, found: dict[str, Any]) -> BlockConfig:
         layers = found["transformer_layer_config"]
@@ -368,10 +373,17 @@ def start_from_target(drafter: BlockDrafter) -> None:
     The context starts as the highest kept layer that the copied ones can read, so that context keys and
     values are nearly the target's own. Qwen3-style query and key norms start at the scale that the
     target's projections give unit-variance inputs, where the target has none.
-    Errors: ``ValueError`` where shapes differ (mixture-of-experts or latent attention): ``init=random``.
+    Errors: ``ValueError`` for layers that compute something else (mixture-of-experts or latent attention,
+    biases, more norms, another activation): ``init=random``.
     """
     config, target = drafter.config, drafter.target
     ids = config.init_layers or list(range(target.num_layers - config.num_layers, target.num_layers))
+    act = vars(target.config).get("hidden_act") or vars(target.config).get("hidden_activation")
+    if act != "silu":
+        raise ValueError(
+            f"method.init=target: the MLP of a draft layer is silu, that of {target.name} {act}; "
+            "use method.init=random"
+        )
     if len(ids) != config.num_layers:
         raise ValueError(f"method.init_layers={ids}: give {config.num_layers} layer ids, one a draft layer")
     for layer, k in zip(drafter.layers, target.check_layers(ids), strict=True):
@@ -386,6 +398,11 @@ def start_from_target(drafter: BlockDrafter) -> None:
 
 def _copy_layer(layer: ContextLayer, source: nn.Module, k: int) -> None:
     theirs = dict(source.named_parameters())
+    if extra := sorted(theirs.keys() - dict(layer.named_parameters()).keys()):
+        raise ValueError(
+            f"method.init=target: layer {k} of {type(source).__name__} has {extra[0]}, which a draft layer "
+            "has not, so that a copy would compute something else; use method.init=random"
+        )
     for name, ours in layer.named_parameters():
         if name in theirs and theirs[name].shape == ours.shape:
             ours.copy_(theirs[name])

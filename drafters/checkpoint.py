@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters.method import Drafter, all_methods
-from drafters.target import Target
+from drafters.target import HardwareConfig, Target
 from drafters.vocab import from_maps
 
 SPECULATORS_VERSION = "0.9.0"
@@ -79,6 +80,7 @@ def tensors(drafter: Drafter) -> dict[str, Tensor]:
 def config(drafter: Drafter, notes: dict[str, Any]) -> dict[str, Any]:
     """config.json: the speculators keys, the method's own among them, and ours under one key."""
     target, settings = drafter.target, drafter.config
+    refusal = drafter.vllm_refusal()
     return {
         "architectures": [drafter.architecture],
         "speculators_model_type": settings.name,
@@ -105,7 +107,16 @@ def config(drafter: Drafter, notes: dict[str, Any]) -> dict[str, Any]:
                 "architectures": [type(target.model).__name__],
             },
         },
-        "foredraft": {"version": own_version(), "target": target.fingerprint, **notes},
+        "foredraft": {
+            "version": own_version(),
+            "target": target.fingerprint,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "vllm": {
+                "servable": refusal is None,
+                "why": refusal or "the speculators layout, as vLLM reads it",
+            },
+            **notes,
+        },
     }
 
 
@@ -123,6 +134,12 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"drafter={directory}: config.json has no speculators_model_type; it is not a drafter of ours"
         )
     return found
+
+
+def hardware_for(directory: Path, hardware: HardwareConfig) -> HardwareConfig:
+    """``hardware.dtype=auto`` is what the drafter was trained under, not what a new timing says."""
+    trained = read_config(directory).get("foredraft", {}).get("dtype", "auto")
+    return replace(hardware, dtype=trained) if hardware.dtype == "auto" else hardware
 
 
 def read(directory: Path, target: Target) -> Drafter:
@@ -173,7 +190,9 @@ def _read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:
     drafter = cls(settings, target, vocab)
     _load_strictly(drafter, held, directory)
     _check_layer_config(drafter, found["transformer_layer_config"], directory)
-    if maps["lm_head.weight"] is not None and not torch.equal(maps["lm_head.weight"], drafter.head_ND.cpu()):
+    head = maps["lm_head.weight"]
+    # In bfloat16, the coarser of the two dtypes that the target may have been loaded in, then and now.
+    if head is not None and not torch.equal(head.bfloat16(), drafter.head_ND.cpu().bfloat16()):
         raise ValueError(f"{directory}: lm_head.weight is not the rows of the target's head that d2t names")
     return drafter.eval()
 

@@ -64,7 +64,7 @@ class DFlash(BlockDrafter):
     def _teacher(self, batch: Batch) -> Teacher:
         """The target's law at each label: its state one position before the label."""
         anchors_A, num = batch.placed()
-        last_PD = batch.states.last().flatten(0, 1)
+        last_PD = batch.states.last().flatten(0, 1).to(self.target.dtype)
         offset_K = torch.arange(num, device=last_PD.device)
         where_AK = (anchors_A[:, None] + offset_K).clamp(max=len(last_PD) - 1)
         kept = None if self.vocab is None else self.vocab.kept_N.to(last_PD.device)

@@ -137,6 +137,10 @@ class Drafter(nn.Module):
         """The inverse: settings from a config.json; layer ids and vocabulary are filled in by the reader."""
         raise NotImplementedError
 
+    def vllm_refusal(self) -> str | None:
+        """Why vLLM cannot serve this drafter as it is written, ``None`` where it can."""
+        return None
+
     def layer_config(self) -> dict[str, Any]:
         """Sizes, norms and rotary positions of the draft layers, as a transformers config."""
         raise NotImplementedError

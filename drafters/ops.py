@@ -79,10 +79,12 @@ class Span:
     last: int
 
 
-def document_spans(doc_BT: Tensor, anchors_A: Tensor) -> list[Span]:
-    """One span for each document that holds an anchor; anchors are flat and sorted.
+def document_spans(doc_BT: Tensor, anchors_A: Tensor, most: int = 64) -> list[Span]:
+    """Spans of at most that many anchors of one document; anchors are flat and sorted.
 
-    The context of a span ends at its last anchor: a state at or after an anchor is never visible.
+    Blocks never see each other, so cutting a document changes no result; it bounds the masks, whose size
+    is the square of a span's anchors. The context of a span ends at its last anchor: a state at or after
+    an anchor is never visible.
     Without an anchor there is one empty span, so that every parameter still gets a gradient, of zeros.
     """
     if len(anchors_A) == 0:
@@ -94,8 +96,10 @@ def document_spans(doc_BT: Tensor, anchors_A: Tensor) -> list[Span]:
     change_P[::length] = True
     starts = change_P.nonzero().squeeze(1)
     owner_A = torch.searchsorted(starts, anchors_A, right=True) - 1
-    owners, sizes = torch.unique_consecutive(owner_A, return_counts=True)
-    lasts = sizes.cumsum(0)
+    first_A = torch.searchsorted(owner_A, owner_A)  # the first anchor of the same document
+    part_A = (torch.arange(len(anchors_A), device=anchors_A.device) - first_A) // most
+    pairs, sizes = torch.unique_consecutive(torch.stack([owner_A, part_A]), return_counts=True, dim=1)
+    owners, lasts = pairs[0], sizes.cumsum(0)
     ends_A = anchors_A[lasts - 1]
     firsts = (lasts - sizes).tolist()
     return [

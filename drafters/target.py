@@ -190,13 +190,21 @@ class Target:
             return {"full_attention": window}
         return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
 
+    @property
+    def signature(self) -> str:
+        """What its answers are signed with; the embedded target is always one model."""
+        return EMBEDDED if self.name == EMBEDDED else self.fingerprint["weights"]
+
     @cached_property
     def fingerprint(self) -> dict:
-        """What tells this target from another: sizes, the tokenizer's hash, a hash over its weights."""
+        """What tells this target from another: sizes, the tokenizer's hash, a hash over its weights.
+
+        The weights are hashed in bfloat16, so that the dtype they were loaded in makes no difference.
+        """
         digest = hashlib.sha256()
         for name, weight in self.model.state_dict().items():
             sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)][:64]
-            digest.update(name.encode() + sample.float().cpu().numpy().tobytes())
+            digest.update(name.encode() + sample.bfloat16().float().cpu().numpy().tobytes())
         return {
             "model_type": self.config.model_type,
             "vocab_size": self.vocab_size,

@@ -53,7 +53,10 @@ def held_out(
     Rows that come without kept ids are answered now; answers are kept in ``cache``, so a second
     evaluation starts at once.
     """
-    config = replace(config, split=config.split or "eval")
+    config, render = (
+        replace(config, split=config.split or "eval"),
+        replace(render, signature=target.signature),
+    )
     rows = _first_of_each(read(config), settings.per_domain)
     asked = [row for row in rows if row.skip is None and not _answered(row, render)]
     answers = _answer(target, render, asked, settings, config, cache) if asked else {}
@@ -67,8 +70,8 @@ def held_out(
 
 
 def _answered(row: Row, render: Renderer) -> bool:
-    """Whether a row comes with ids that this target's tokenizer knows."""
-    return bool(row.answers) and row.tokenizer == render.tokenizer_hash
+    """Whether a row comes with ids of this target's."""
+    return bool(row.answers) and row.tokenizer == render.tokenizer_hash and row.answered_by(render.signature)
 
 
 def _first_of_each(rows, number: int | None) -> list[Row]:

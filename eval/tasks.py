@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from data.examples import renderer
+from data.sources import BUNDLED
 from drafters import checkpoint
 from drafters.target import load
 from eval import report
@@ -20,9 +23,9 @@ def accept(run: Run) -> None:
     if run.drafter is None:
         raise ValueError("drafter: name a drafter directory, for example drafter=runs/demo/drafter")
     directory = Path(run.drafter)
-    checkpoint.read_config(directory)
-    out = Path(run.out) if run.out else _beside(directory)
-    target = load(run.target, run.hardware)
+    hardware = checkpoint.hardware_for(directory, run.hardware)
+    out = Path(run.out) if run.out else _beside(directory, run.data.path)
+    target = load(run.target, hardware)
     drafter = checkpoint.read(directory, target)
     numbers_of_drafts(run.eval, drafter)  # refused before the target answers anything
     render = renderer(run.data, target.tokenizer, target.stop_ids)
@@ -34,7 +37,14 @@ def accept(run: Run) -> None:
     print(f"report: {out / 'report.html'}")
 
 
-def _beside(directory: Path) -> Path:
-    """``report/`` of the run that the drafter belongs to, else a folder here."""
+def _beside(directory: Path, data: str) -> Path:
+    """A folder of the run that the drafter belongs to, else one here.
+
+    ``report/`` is of the file that the run itself held out; others get a folder of their name.
+    """
     run = directory.resolve().parent
-    return run / "report" if (run / "recipe.yaml").exists() else Path(f"report-{directory.resolve().name}")
+    if not (run / "recipe.yaml").exists():
+        return Path(f"report-{directory.resolve().name}")
+    trained = yaml.safe_load((run / "recipe.yaml").read_text())["settings"]["data"]
+    own = trained["eval_path"] or (BUNDLED if trained["path"] == BUNDLED else None)
+    return run / ("report" if data == own else f"report-{Path(data).name.split('.')[0]}")

@@ -13,7 +13,6 @@ import torch
 from drafters.checkpoint import read_config
 from drafters.method import Drafter
 from drafters.target import Target
-from drafters.types import States
 from serve.engine import Answer, Engine, Request
 
 
@@ -36,7 +35,7 @@ class ServeConfig:
 
 @dataclass(frozen=True)
 class Timed:
-    """An answer and the seconds of its decoding, the prefill left out."""
+    """An answer and the seconds of its decoding; the prefill and what listeners do are left out."""
 
     answer: Answer
     seconds: float
@@ -49,15 +48,19 @@ class Timed:
 def decode(engine: Engine, prompt: list[int], config: ServeConfig, on_token: Callable | None = None) -> Timed:
     """One request through an engine."""
     request = Request(prompt, config.max_new_tokens, config.temperature)
-    first: list[float] = []
+    heard_at: list[float] = []
+    seconds = 0.0
 
     def heard(answer: Answer, tokens: list[int]) -> None:
-        first.append(perf_counter())
+        nonlocal seconds
+        if heard_at:
+            seconds += perf_counter() - heard_at[-1]
         if on_token:
             on_token(answer, tokens)
+        heard_at.append(perf_counter())
 
     (answer,) = engine.run([request], heard)
-    return Timed(answer, perf_counter() - first[0])
+    return Timed(answer, seconds)
 
 
 def capacity_for(target: Target, prompt: list[int], config: ServeConfig, num_drafts: int) -> int:
@@ -98,7 +101,7 @@ def best_drafts(seconds: Mapping[int, float], taus: Mapping[int, float]) -> int:
 @torch.inference_mode()
 def round_seconds(target: Target, drafter: Drafter, n: int, context: int = 128, repeats: int = 5) -> float:
     """Median seconds of one round: draft n tokens, run the target over them and the anchor, keep one."""
-    engine = Engine(target, drafter, n, capacity=context + n + 1)
+    engine = Engine(target, drafter, n, capacity=context + repeats + n + 2)
     rows = range(1)
     prompt = torch.full((1, context), 1, device=target.device)
     _, states, _ = engine.forward(rows, prompt, head_rows=1)
@@ -111,13 +114,6 @@ def round_seconds(target: Target, drafter: Drafter, n: int, context: int = 128, 
         tokens = torch.cat([anchor[:, None], proposal.tokens_BK], dim=1)
         logits, states, _ = engine.forward(rows, tokens)
         logits.argmax(-1).tolist()
-        _keep_nothing(engine, rows, states, tokens)
+        engine.keep(rows, states, tokens, [1])
         seconds.append(perf_counter() - start)
     return statistics.median(seconds[1:])
-
-
-def _keep_nothing(engine: Engine, rows: range, states: States, tokens: torch.Tensor) -> None:
-    """What a round pays to commit a row, then put back to where it was."""
-    if engine.proposer:
-        engine.proposer.advance(engine.state, rows, states, tokens, [1])
-        engine.state.lengths[0] -= 1

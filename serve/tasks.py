@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.chat import Renderer
+import torch
+
+from data.chat import Renderer, template_of
 from drafters import checkpoint
 from drafters.target import Target, load
 from serve.answer import Timed, capacity_for, decode, drafts_for
@@ -21,28 +24,40 @@ def answer(run: Run) -> None:
     if run.drafter is None:
         raise ValueError("drafter: name a drafter directory, for example drafter=runs/demo/drafter")
     text = read_prompt(run.prompt, run.prompt_file)
-    checkpoint.read_config(Path(run.drafter))  # refused before the target is loaded
-    target = load(run.target, run.hardware)
+    hardware = checkpoint.hardware_for(Path(run.drafter), run.hardware)  # refused before the target is loaded
+    template = template_of(run.data.chat_template)
+    target = load(run.target, hardware)
     drafter = checkpoint.read(Path(run.drafter), target)
-    render = Renderer(target.tokenizer, stop_ids=target.stop_ids)
+    render = Renderer(target.tokenizer, template, target.stop_ids, dict(run.data.template_settings))
     prompt = render.prompt_ids([{"role": "user", "content": text}])
     n = drafts_for(target, drafter, Path(run.drafter), run.serve)
     capacity = capacity_for(target, prompt, run.serve, max(n, 1))
 
-    drafted = decode(Engine(target, drafter, n, capacity=capacity), prompt, run.serve, _printer(target))
+    engine, plainly = Engine(target, drafter, n, capacity=capacity), Engine(target, capacity=capacity)
+    if run.serve.compare:  # neither is timed cold
+        for each in (engine, plainly):
+            decode(each, prompt, replace(run.serve, max_new_tokens=min(4, run.serve.max_new_tokens)))
+    drafted = decode(engine, prompt, run.serve, _printer(target))
     print(
         f"\n\n{len(drafted.answer.tokens)} tokens, N={n}, tau {drafted.answer.tau:.2f}, "
         f"{drafted.tokens_per_second:.1f} tokens/s"
     )
     if run.serve.compare:
-        plain = decode(Engine(target, capacity=capacity), prompt, run.serve)
-        print(comparison(drafted, plain))
+        print(comparison(target, drafted, decode(plainly, prompt, run.serve)))
 
 
-def comparison(drafted: Timed, plain: Timed) -> str:
-    """Speed beside plain decoding, and whether the ids are the same."""
+ROUNDING = 1e-3  # in logits: what the order of additions may change in fp32, with room
+
+
+def comparison(target: Target, drafted: Timed, plain: Timed) -> str:
+    """Speed beside plain decoding, and at temperature 0 whether the ids are the same.
+
+    Errors: ``ValueError`` for ids that part in fp32 where the target's choice was no tie.
+    """
     ratio = drafted.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
     text = f"plain decoding {plain.tokens_per_second:.1f} tokens/s: drafting is {ratio:.2f} times as fast; "
+    if plain.answer.request.temperature > 0:
+        return text + "token ids are not compared, each run draws its own (serve.temperature=0 compares)"
     if drafted.answer.tokens == plain.answer.tokens:
         return text + "token ids are equal"
     pairs = zip(drafted.answer.tokens, plain.answer.tokens, strict=False)
@@ -50,7 +65,23 @@ def comparison(drafted: Timed, plain: Timed) -> str:
         (i for i, (a, b) in enumerate(pairs) if a != b),
         min(len(drafted.answer.tokens), len(plain.answer.tokens)),
     )
-    return text + f"token ids part at {at} (rounding; use hardware.dtype=float32 for equality)"
+    if target.dtype != torch.float32:
+        return text + f"token ids part at {at} (rounding; use hardware.dtype=float32 for equality)"
+    margin = top_margin(target, plain.answer.request.prompt + plain.answer.tokens[:at])
+    if margin >= ROUNDING:
+        raise ValueError(
+            f"drafting changed the answer: token ids part at {at}, where the target's best two logits are "
+            f"{margin:.2g} apart in float32; this is a fault of the engine, report it with drafter and prompt"
+        )
+    return text + f"token ids part at {at}, where the target's best two logits are {margin:.1g} apart"
+
+
+@torch.inference_mode()
+def top_margin(target: Target, ids: list[int]) -> float:
+    """How far apart the target's best two logits are after these ids."""
+    last_1TD = target.states(torch.tensor([ids], device=target.device), []).last()
+    best, second = target.head(last_1TD[0, -1]).topk(2).values.tolist()
+    return best - second
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:

@@ -9,6 +9,8 @@ from collections import Counter, defaultdict
 import pytest
 
 from data.sources import BUNDLED_DIRECTORY, DOMAINS, DataConfig, Row, _lines, read, row_of
+from drafters.target import EMBEDDED, Target
+from tests import tiny
 
 ANSWERS = BUNDLED_DIRECTORY / "answers.jsonl.xz"
 VOCABULARY = 49_152  # of SmolLM2
@@ -117,6 +119,14 @@ def test_every_row_is_answered_in_ids_of_the_embedded_target(answered):
         assert row.answers[-1][0] == len(row.messages) - 1, row.id
         assert (row.answers[-1][1][-1] == 2) == (row.finish == "stop"), row.id
     assert len({row.tokenizer for row, _ in answered}) == 1
+
+
+def test_the_answers_count_for_the_embedded_target_and_no_sibling():
+    rows = [row for split in ("train", "eval") for row in read(DataConfig(split=split))]
+    sibling = tiny.target()  # SmolLM2-360M has the same tokenizer
+    embedded = Target(sibling.model, sibling.tokenizer, EMBEDDED)
+    assert all(row.answered_by(embedded.signature) for row in rows)
+    assert not any(row.answered_by(sibling.signature) for row in rows)
 
 
 def test_bundled_is_read_by_its_name_and_split(prompts):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -82,6 +84,60 @@ def test_a_second_capture_runs_the_target_over_what_is_missing_only(target, tmp_
     seen = counted(monkeypatch)
     source(config(tmp_path, "disk"), target, ROWS, LAYERS, with_last=True)
     assert sorted(seen) == ["row 3", "row 4"]
+
+
+def test_ranks_share_what_is_captured_to_disk(target, tmp_path, monkeypatch):
+    """Rank 1 has written its share by the time the barrier lets rank 0 go on."""
+    seen, of_rank = counted(monkeypatch), []
+
+    def barrier() -> None:
+        of_rank.append(sorted(seen))
+        data.capture._store(config(tmp_path, "disk"), target, ROWS[1::2], LAYERS, True)
+
+    read, usable = source(
+        config(tmp_path, "disk"), target, ROWS, LAYERS, with_last=True, rank=0, world=2, barrier=barrier
+    )
+    assert of_rank == [["row 0", "row 2", "row 4"]]
+    assert sorted(seen) == [row.name for row in ROWS]
+    assert usable == ROWS
+    assert len(read(ROWS)) == len(ROWS)
+
+
+def test_every_rank_knows_what_another_refused(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(data.capture, "capture", spoiled(ROWS[1], 0.0))
+    with pytest.raises(ValueError, match=r"1 of 5 rows were refused.*row 1: layers: all-zero"):
+        source(config(tmp_path, "disk"), target, ROWS, LAYERS, with_last=True, rank=0, world=2)
+
+
+def test_live_states_are_made_in_passes_of_batch_tokens(target, tmp_path, monkeypatch):
+    passes = []
+
+    def count(target, examples, *more):
+        passes.append(len(examples) * max(len(example.ids) for example in examples))
+        return capture(target, examples, *more)
+
+    monkeypatch.setattr(data.capture, "capture", count)
+    read, _ = source(config(tmp_path, "online"), target, ROWS, LAYERS, with_last=True)
+    found = read(ROWS)
+    assert [state.layers_BTLD.shape[1] for state in found] == [len(row.ids) for row in ROWS]
+    assert len(passes) > 1
+    assert max(passes) <= 40
+
+
+def test_more_states_than_memory_holds_are_refused_before_any_is_made(target, tmp_path, monkeypatch):
+    seen = counted(monkeypatch)
+    needed = 60 * 4 * 32 * 4  # tokens, three layers and the last state, hidden size, bytes
+    monkeypatch.setattr(data.capture, "_free_memory", lambda: needed - 1)
+    with pytest.raises(ValueError, match=r"states\.keep=memory: .* 5 documents .*keep=disk or states"):
+        source(config(tmp_path), target, ROWS, LAYERS, with_last=True)
+    assert seen == []
+    monkeypatch.setattr(data.capture, "_free_memory", lambda: needed)
+    source(config(tmp_path), target, [*ROWS, ROWS[0]], LAYERS, with_last=True)
+    assert len(seen) == 5
+
+
+def test_free_memory_is_some_of_what_the_machine_has():
+    assert 0 < data.capture._free_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_capture_that_was_killed_goes_on_where_it_was(target, tmp_path, monkeypatch):

@@ -12,12 +12,14 @@ from transformers import Qwen3Config
 
 from data.capture import capture
 from data.pack import pack
-from drafters.checkpoint import note, read, read_config, write
+from drafters.checkpoint import hardware_for, note, read, read_config, write
 from drafters.dflash import DFlashConfig
 from drafters.method import Drafter, build
-from drafters.target import Target
+from drafters.target import EMBEDDED, HardwareConfig, Target
 from drafters.vocab import choose
+from recipes.schema import Run
 from tests import tiny
+from train.job import card
 
 KINDS = {
     "plain": {},
@@ -102,7 +104,36 @@ def test_a_bfloat16_drafter_is_read_as_one(target, tmp_path):
     assert torch.equal(logits(again), logits(drafter))
 
 
+@pytest.mark.parametrize(("trained", "loaded"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_drafter_is_read_with_its_target_in_the_other_dtype(tmp_path, trained, loaded):
+    one, other = (
+        Target(tiny.llama(layers=5).to(getattr(torch, dtype)), tiny.tokenizer(), "tiny")
+        for dtype in (trained, loaded)
+    )
+    write(make(one, draft_vocab=50), tmp_path / "drafter")
+    again = read(tmp_path / "drafter", other)
+    assert torch.equal(again.head_ND.bfloat16(), one.head_weight_VD[again.vocab.kept_N].bfloat16())
+    assert one.fingerprint == other.fingerprint
+    assert hardware_for(tmp_path / "drafter", HardwareConfig()).dtype == trained
+    assert hardware_for(tmp_path / "drafter", HardwareConfig(dtype=loaded)).dtype == loaded
+
+
 # The layout of vLLM and speculators ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("anchor_predicts", [False, True])
+@pytest.mark.parametrize("name", [EMBEDDED, "org/model"])
+def test_directory_and_card_say_whether_vllm_can_serve_it(target, tmp_path, anchor_predicts, name):
+    write(make(target, anchor_predicts=anchor_predicts), tmp_path / "drafter")
+    vllm = config_of(tmp_path / "drafter")["foredraft"]["vllm"]
+    assert vllm["servable"] is not anchor_predicts
+    assert vllm["why"]
+    found = {"drafter": str(tmp_path / "drafter"), "method": "dflash", "max_n": 4, "temperature": 0.0}
+    row = {"prompts": 1, "tau": 2.0, "tau_ci95": [1.0, 3.0], "survival": [0.5]}
+    text = card(Run(target=name), {**found, "domains": {}, "overall": row})
+    place = "TARGET" if name == EMBEDDED else name
+    assert (f"vllm serve {place} --speculative" in text) is not anchor_predicts
+    assert ("Not for vLLM: " in text) is anchor_predicts
 
 
 @EVERY_KIND

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from recipes import cli
@@ -159,7 +160,8 @@ def test_a_run_directory_of_another_recipe_is_refused_with_the_remedy(workshop, 
     run = runs.run_of(target, "hardware.dtype=float32", "run=one", "optim.lr=0.25")
     from train.job import open_directory
 
-    record = open_directory(run, "dflash") / "recipe.yaml"
+    with open_directory(run, "dflash", torch.device("cpu")) as directory:
+        record = directory / "recipe.yaml"
     before = record.read_bytes()
     more = ["+recipe=dflash", target, "hardware.dtype=float32", "run=one", "optim.lr=0.5"]
     message = refusal(capsys, "train", *more)
@@ -182,22 +184,13 @@ def test_a_directory_that_is_no_run_is_left_alone(workshop, tmp_path, capsys):
     assert thesis.read_text() == "mine"
 
 
-def test_a_run_is_named_after_recipe_and_target(workshop, tmp_path, capsys):
+def test_a_run_is_named_after_recipe_and_target(workshop, tmp_path, monkeypatch, capsys):
     """The data cannot be read, so that nothing is trained and nothing is left."""
     from train import job
 
     seen = []
-    original = job.open_directory
-
-    def watched(run, recipe):
-        seen.append(original(run, recipe))
-        return seen[-1]
-
-    job.open_directory = watched
-    try:
-        refusal(capsys, "train", "+recipe=dflash", f"target={workshop / 'target'}", "data.path=nowhere.jsonl")
-    finally:
-        job.open_directory = original
+    monkeypatch.setattr(job, "write_record", lambda run, directory: seen.append(directory))
+    refusal(capsys, "train", "+recipe=dflash", f"target={workshop / 'target'}", "data.path=nowhere.jsonl")
     assert seen == [Path("runs/dflash-target")]
     assert not seen[0].exists()
 

@@ -167,6 +167,17 @@ def test_regenerate_refuses_to_write_into_a_file_that_is_not_its_own(data, tmp_p
     assert rows.read_bytes() == before
 
 
+def test_regenerate_refuses_to_mix_answers_that_were_made_otherwise(data, tmp_path):
+    more = [f"data.path={chats(tmp_path / 'rows.jsonl')}", "out=answers.jsonl", "regenerate.max_new_tokens=4"]
+    assert data("task=regenerate", *more)[0] == 0
+    before = (tmp_path / "answers.jsonl").read_bytes()
+    code, said = data("task=regenerate", *more, "regenerate.temperature=0.5")
+    assert code == 1
+    assert "answers.jsonl:1: answered by " in said
+    assert "/0.5/" in said
+    assert (tmp_path / "answers.jsonl").read_bytes() == before
+
+
 # capture ---------------------------------------------------------------------------------------------
 
 
@@ -181,6 +192,22 @@ def test_capture_fills_the_store_that_training_reads(data, workshop, tmp_path, m
     assert shards
     runs.train(workshop, "states.keep=disk", "states.directory=states", "train.steps=1")
     assert {path: path.read_bytes() for path in (tmp_path / "states").rglob("*.safetensors")} == shards
+
+
+def test_capture_leaves_out_answers_of_another_target(data, workshop, tmp_path):
+    rows = [{**row, "made_by": "0" * 16 + "/0/abc"} for row in lines(workshop / "rows.jsonl")]
+    path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    code, said = data("+recipe=dflash", "task=capture", f"data.path={path}", "states.directory=states")
+    assert code == 1
+    assert "24  its answers are another target's; answer it again with task=regenerate" in said
+
+
+def test_an_empty_file_is_said_to_hold_no_row(data, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    code, said = data("task=inspect", "data.path=empty.jsonl", "out=shown.jsonl")
+    assert code == 1
+    assert "holds no row" in said
+    assert "max_skip" not in said
 
 
 def test_capture_without_a_method_says_what_to_add(data, tmp_path):

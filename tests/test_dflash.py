@@ -11,10 +11,12 @@ from torch.nn import functional as F
 
 from data.capture import capture
 from data.pack import pack
+from drafters import block
 from drafters.block import evenly_spaced
 from drafters.dflash import DFlashConfig
 from drafters.losses import LossWeights
 from drafters.method import Drafter, build
+from drafters.ops import document_spans
 from drafters.target import Target
 from drafters.types import Batch, Example, States
 from drafters.vocab import choose
@@ -106,6 +108,26 @@ def test_training_and_serving_draw_the_same_logits_at_first_middle_and_last_anch
             for at, anchor in enumerate(inside):
                 assert difference(served(drafter, example, anchor, n), trained[at]) <= 1e-5
             start += len(example.ids)
+
+
+@EVERY_KIND
+@torch.no_grad()
+def test_cutting_a_document_into_spans_changes_no_logit(target, kind, monkeypatch):
+    drafter = loud(target, **KINDS[kind])
+    batch, anchors_A = packed(drafter, documents()), torch.arange(50)
+    whole = drafter.draft_logits(batch, anchors_A, drafter.max_drafts)
+    monkeypatch.setattr(block, "document_spans", lambda *given: document_spans(*given, most=3))
+    assert difference(drafter.draft_logits(batch, anchors_A, drafter.max_drafts), whole) <= 1e-6
+
+
+def test_soft_terms_are_learned_from_a_bfloat16_target():
+    target = Target(tiny.llama(layers=4).bfloat16(), tiny.tokenizer(), "tiny")
+    drafter = loud(target, loss=LossWeights(ce=0, kl=1)).train()
+    batch = drafter.place(packed(drafter, documents()), torch.Generator().manual_seed(0))
+    loss = drafter(batch.to("cpu", torch.float32))  # as the loop hands it over
+    loss.sum.backward()
+    assert 0 < float(loss.sum.detach()) < float("inf")
+    assert float(drafter.fc.weight.grad.abs().max()) > 0
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -377,6 +399,20 @@ def test_training_moves_the_drafter_and_leaves_the_target(target, known):
     assert not torch.equal(drafter.layers[1].mlp.up_proj.weight, target.layers[3].mlp.up_proj.weight)
     del target.__dict__["fingerprint"]
     assert target.fingerprint["weights"] == weights
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attention_bias": True}, "has self_attn.k_proj.bias"),
+        ({"hidden_act": "gelu"}, "silu, that of tiny gelu"),
+    ],
+)
+def test_layers_that_compute_something_else_are_no_start(change, words):
+    of = tiny.target(layers=4, **change)
+    with pytest.raises(ValueError, match=f"{words}.*method.init=random"):
+        build(DFlashConfig(num_states=2), of)
+    build(DFlashConfig(num_states=2, init="random"), of)
 
 
 @pytest.mark.parametrize("layers", [[0], [1, 0], [2, 4]])

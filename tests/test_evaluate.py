@@ -13,6 +13,7 @@ from drafters.types import Example
 from eval import evaluate as module
 from eval.evaluate import EvalConfig, evaluate
 from eval.replay import paths, score
+from eval.tasks import _beside
 from tests import tiny
 from tests.commands import CPU, command, refusal
 
@@ -127,9 +128,27 @@ def test_without_a_place_the_report_goes_beside_the_drafter_of_a_run(asked, targ
     drafter = checkpoint.read(directory, target)
     run = tmp_path / "runs" / "one"
     checkpoint.write(drafter, run / "drafter")
-    (run / "recipe.yaml").write_text("settings: {}\n")
+    data = json.dumps({"path": "bundled", "eval_path": None})
+    (run / "recipe.yaml").write_text(f"settings: {{data: {data}}}\n")
     assert command("eval", *but(asked, "out=null", f"drafter={run / 'drafter'}", "eval.n=[1]")) == 0
-    assert report(run / "report" / "report.json")["max_n"] == 1
+    assert report(run / "report-rows" / "report.json")["max_n"] == 1
+    assert not (run / "report").exists(), "the report of the run's own held-out rows"
+
+
+@pytest.mark.parametrize(
+    ("path", "eval_path", "scored", "name"),
+    [
+        ("bundled", None, "bundled", "report"),
+        ("mine.jsonl", None, "bundled", "report-bundled"),
+        ("mine.jsonl", None, "mine.jsonl", "report-mine"),
+        ("mine.jsonl", "held.jsonl", "held.jsonl", "report"),
+        ("bundled", None, "far/off.jsonl.xz", "report-off"),
+    ],
+)
+def test_only_the_rows_that_a_run_held_out_are_its_report(tmp_path, path, eval_path, scored, name):
+    data = json.dumps({"path": path, "eval_path": eval_path})
+    (tmp_path / "recipe.yaml").write_text(f"settings: {{data: {data}}}\n")
+    assert _beside(tmp_path / "drafter", scored) == tmp_path / name
 
 
 def test_without_a_run_the_report_goes_to_a_folder_named_after_the_drafter(asked, tmp_path):
@@ -197,10 +216,9 @@ def test_answers_of_another_length_are_not_taken_for_these(asked, rows, tmp_path
     assert tokens == {4: 2 * 3, 8: 2 * 7}
 
 
-def test_ids_of_another_tokenizer_are_answered_anew(asked, target, tmp_path):
-    foreign = [
-        {**row, "tokenizer": "0" * 16, "answers": [[1, [5, 5]]]} for row in tiny.answered_rows(target, 2)
-    ]
+@pytest.mark.parametrize("stranger", [{"tokenizer": "0" * 16}, {"made_by": "0" * 16 + "/0/abc"}], ids=str)
+def test_ids_of_another_target_are_answered_anew(asked, target, tmp_path, stranger):
+    foreign = [{**row, **stranger, "answers": [[1, [5, 5]]]} for row in tiny.answered_rows(target, 2)]
     tiny.write_rows(tmp_path / "rows.jsonl", foreign)
     asked = but(asked, "data.path=rows.jsonl")
     assert command("eval", *asked, "eval.max_new_tokens=6", "eval.n=[1]") == 0
@@ -267,7 +285,7 @@ def test_rows_that_cannot_be_used_stop_the_evaluation_with_a_table(asked, rows, 
 
 def test_a_file_without_rows_is_refused(asked, tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
-    assert "0 of 0 rows" in refusal(capsys, "eval", *but(asked, "data.path=empty.jsonl"))
+    assert "it holds no row" in refusal(capsys, "eval", *but(asked, "data.path=empty.jsonl"))
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_counted(asked, rows, tmp_path, capsys):

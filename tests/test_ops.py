@@ -151,6 +151,18 @@ def test_a_span_is_a_document_up_to_its_last_anchor():
     ]  # fmt: skip
 
 
+def test_a_document_of_many_anchors_is_cut_so_that_masks_stay_small():
+    doc = torch.zeros(1, 4096).long()
+    doc[:, 100:] = 1
+    anchors = torch.cat([torch.arange(90, 100), torch.arange(200, 4000)])
+    spans = document_spans(doc, anchors)
+    assert spans[0] == Span(0, 99, 0, 10)
+    assert spans[1] == Span(100, 263, 10, 74)
+    assert spans[-1] == Span(100, 3999, 10 + 64 * 59, len(anchors))
+    assert [one.last for one in spans] == [*(other.first for other in spans[1:]), len(anchors)]
+    assert document_spans(doc, anchors, most=2)[5] == Span(100, 201, 10, 12)
+
+
 def test_rows_that_end_and_start_with_the_same_document_number_are_two_spans():
     assert document_spans(torch.zeros(2, 4).long(), tensor([2, 5])) == [Span(0, 2, 0, 1), Span(4, 5, 1, 2)]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from data.chat import Renderer
-from data.examples import of_row, questions
-from data.regenerate import RegenerateConfig, append, done, regenerate
+from data.examples import examples, of_row, questions
+from data.regenerate import RegenerateConfig, append, done, made_by, regenerate
 from data.sources import DataConfig, Row, read
 from tests import tiny
 
@@ -66,6 +67,14 @@ def test_answers_made_together_are_those_made_one_at_a_time(target, render, tmp_
     assert answers(target, render, rows, batch=batch, temperature=temperature) == alone
     if temperature:
         assert alone != answers(target, render, rows, batch=1, temperature=temperature, seed=1)
+
+
+def test_equal_questions_of_two_rows_draw_answers_of_their_own(target, render, tmp_path):
+    rows = rows_of(tmp_path, asked("same", id="one"), asked("same", id="two"))
+    made = answers(target, render, rows, temperature=1.0, batch=1)
+    assert made["one"]["answers"] != made["two"]["answers"]
+    made = answers(target, render, rows)
+    assert made["one"]["answers"] == made["two"]["answers"], "greedy answers have nothing to draw"
 
 
 def test_every_question_of_a_conversation_is_answered_after_the_answers_before_it(target, render, tmp_path):
@@ -187,9 +196,45 @@ def test_no_file_yet_means_nothing_is_done(tmp_path):
     assert done(tmp_path / "new.jsonl") == set()
 
 
+def test_a_file_that_another_answered_is_refused_and_one_that_does_not_say_is_not(target, render, tmp_path):
+    rows, out = rows_of(tmp_path, *ROWS[:2]), tmp_path / "out.jsonl"
+    config = RegenerateConfig(max_new_tokens=3)
+    by = made_by(target, render, config)
+    append(out, regenerate(target, render, rows, config, max_length=200))
+    assert done(out, by) == {row.key for row in rows}
+    template = Renderer(target.tokenizer, tiny.CHATML + " ", target.stop_ids)
+    settings = Renderer(target.tokenizer, None, target.stop_ids, {"enable_thinking": False})
+    others = {
+        made_by(tiny.target(seed=1), render, config),
+        made_by(target, render, RegenerateConfig(temperature=0.7)),
+        made_by(target, template, config),
+        made_by(target, settings, config),
+    }
+    assert len(others - {by}) == 4
+    for other in others:
+        with pytest.raises(ValueError, match=rf"out\.jsonl:1: answered by {by}, .* by {other}.*out=FILE"):
+            done(out, other)
+    lines = [{k: v for k, v in json.loads(line).items() if k != "made_by"} for line in out.open()]
+    assert done(tiny.write_rows(out, lines), "another") == {row.key for row in rows}
+
+
+def test_rows_of_another_target_are_not_trained_on(target, render, tmp_path):
+    made = answers(target, render, rows_of(tmp_path, *ROWS[:2]), temperature=0.5)
+    rows = rows_of(tmp_path, *made.values())
+    for signature, kept in ((target.signature, 2), (None, 2), (tiny.target(seed=1).signature, 0)):
+        found, seen = examples(rows, replace(render, signature=signature), None)
+        assert len(found) == kept
+        assert {row.skip for row in seen} == ({None} if kept else {FOREIGN})
+
+
+FOREIGN = "its answers are another target's; answer it again with task=regenerate"
+
+
 # Rows that are left out ------------------------------------------------------------------------------
 
-ROOM = "its prompt leaves no room for regenerate.max_new_tokens within data.max_length"
+ROOM = (
+    "its prompt leaves no room for regenerate.max_new_tokens within data.max_length and the target's context"
+)
 
 
 def test_rows_that_leave_no_room_are_counted_and_named(target, render, tmp_path, capsys):
@@ -204,6 +249,13 @@ def test_a_prompt_that_just_fits_is_answered(target, render, tmp_path):
     size = len(render.prompt_ids(row.messages)) + 12
     assert list(answers(target, render, [row], max_length=size)) == ["short"]
     assert list(answers(target, render, [row], max_length=size - 1)) == []
+
+
+def test_the_targets_context_bounds_an_answer_too(target, render, tmp_path):
+    rows, counts = rows_of(tmp_path, asked("short")), Counter()
+    assert target.config.max_position_embeddings == 512
+    assert not answers(target, render, rows, counts, max_length=4096, max_new_tokens=510)
+    assert counts[ROOM] == 1
 
 
 def test_a_later_question_without_room_stays_unanswered_and_is_not_asked_again(target, render, tmp_path):

@@ -5,17 +5,20 @@ from __future__ import annotations
 import io
 import re
 import sys
+from functools import partial
+from time import sleep
 
 import pytest
+import torch
 
 from data.chat import Renderer
 from drafters import checkpoint
-from drafters.target import HardwareConfig, load
+from drafters.target import HardwareConfig, Target, load
 from drafters.types import Example
 from serve import answer as module
 from serve import tasks
-from serve.answer import ServeConfig, Timed, best_drafts, capacity_for, drafts_for, round_seconds
-from serve.engine import Answer, Request
+from serve.answer import ServeConfig, Timed, best_drafts, capacity_for, decode, drafts_for, round_seconds
+from serve.engine import Answer, Engine, Request
 from tests import tiny
 from tests.commands import CPU, command, refusal
 
@@ -98,6 +101,21 @@ def test_the_answer_is_printed_as_it_grows_and_whole_characters_only(target, cap
     assert shown == ["a", "", "", "日", ""]
 
 
+def test_a_template_of_the_recipe_renders_the_prompt(asked, target, tmp_path, capsys):
+    (tmp_path / "t.jinja").write_text(
+        "{% if messages[0].content == 'no' %}{{ raise_exception('never') }}{% endif %}{{ mood }}"
+        + tiny.CHATML
+    )
+    given = [*asked, "data.chat_template=t.jinja", "+data.template_settings.mood=glad", "prompt=hello"]
+    assert command("serve", *given) == 0
+    prompt = prompt_ids(target, "hello")
+    ids = tiny.greedy(target, target.tokenizer("glad", add_special_tokens=False)["input_ids"] + prompt, 24)
+    text = target.tokenizer.decode([i for i in ids if i not in target.stop_ids])
+    assert capsys.readouterr().out.startswith(text + "\n\n")
+    message = refusal(capsys, "serve", *given[:-1], "prompt=no")
+    assert "the chat template refuses it: never" in message
+
+
 # Settings -------------------------------------------------------------------------------------------
 
 
@@ -153,16 +171,43 @@ def test_the_seconds_of_a_round_can_be_measured_for_every_number_of_drafts(targe
     assert round_seconds(target, checkpoint.read(directory, target), n, context=6, repeats=1) > 0
 
 
-def test_parted_ids_are_said_with_their_place_and_the_remedy():
-    def timed(ids: list[int]) -> Timed:
-        return Timed(Answer(Request([1], 9), ids), 2.0)
+def timed(ids: list[int], temperature: float = 0.0) -> Timed:
+    return Timed(Answer(Request([1], 9, temperature), ids), 2.0)
 
-    assert tasks.comparison(timed([1, 2, 3]), timed([1, 2, 3])).endswith("token ids are equal")
-    text = tasks.comparison(timed([1, 2, 3, 4, 5]), timed([1, 2, 4]))
+
+def test_parted_ids_are_rounding_in_bfloat16_and_said_with_their_place_and_the_remedy():
+    coarse = Target(tiny.llama().bfloat16(), tiny.tokenizer(), "tiny")
+    compare = partial(tasks.comparison, coarse)
+    assert compare(timed([1, 2, 3]), timed([1, 2, 3])).endswith("token ids are equal")
+    text = compare(timed([1, 2, 3, 4, 5]), timed([1, 2, 4]))
     assert "drafting is 2.00 times as fast" in text
     assert "token ids part at 2 " in text
     assert "hardware.dtype=float32" in text
-    assert "part at 3 " in tasks.comparison(timed([1, 2, 3]), timed([1, 2, 3, 4]))
+    assert "part at 3 " in compare(timed([1, 2, 3]), timed([1, 2, 3, 4]))
+
+
+def test_parted_ids_in_fp32_are_a_fault_unless_the_target_was_undecided(target, monkeypatch):
+    margin = tasks.top_margin(target, [1, 1, 2])
+    best, second = target.model(torch.tensor([[1, 1, 2]])).logits[0, -1].topk(2).values.tolist()
+    assert margin == pytest.approx(best - second, rel=1e-4)
+    assert margin > 0.01
+    one, other = timed([1, 2, 3, 4]), timed([1, 2, 4])
+    with pytest.raises(ValueError, match="drafting changed the answer: token ids part at 2"):
+        tasks.comparison(target, one, other)
+    monkeypatch.setattr(tasks, "top_margin", lambda _target, ids: 0.0005 if ids == [1, 1, 2] else 9.0)
+    assert "part at 2, where the target's best two logits are 0.0005 apart" in tasks.comparison(
+        target, one, other
+    )
+
+
+def test_sampled_ids_are_not_compared(target):
+    text = tasks.comparison(target, timed([1, 2], 0.7), timed([1, 3], 0.7))
+    assert text.endswith("token ids are not compared, each run draws its own (serve.temperature=0 compares)")
+
+
+def test_what_a_listener_does_is_not_counted_as_decoding(target):
+    timed = decode(Engine(target, capacity=64), [9, 9], ServeConfig(max_new_tokens=4), lambda *_: sleep(0.3))
+    assert 0 < timed.seconds < 0.3
 
 
 # Bad input ------------------------------------------------------------------------------------------

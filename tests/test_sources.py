@@ -238,8 +238,17 @@ def test_more_bad_rows_than_max_skip_stop_the_run_with_a_table_of_reasons(tmp_pa
 def test_nothing_left_is_an_error_whatever_max_skip_allows(tmp_path):
     with pytest.raises(ValueError, match="1 of 1 rows"):
         check_skips([one(tmp_path, {"text": "x"})], 1.0)
-    with pytest.raises(ValueError, match="0 of 0 rows"):
+    with pytest.raises(ValueError, match="it holds no row"):
         check_skips([], 1.0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"limit": 0}, {"holdout": 1.0}, {"holdout": -0.1}, {"max_length": 0}, {"max_skip": 5}], ids=str
+)
+def test_settings_that_make_no_sense_are_refused_by_name(wrong):
+    (key,) = wrong
+    with pytest.raises(ValueError, match=rf"data\.{key}=.*give"):
+        DataConfig(**wrong)
 
 
 # Identity and splitting ----------------------------------------------------------------------------

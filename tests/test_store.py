@@ -138,6 +138,21 @@ def test_a_half_written_file_is_never_used(tmp_path, monkeypatch):
     assert not list(store.directory.glob("*.safetensors"))
 
 
+def test_two_processes_write_one_document_under_names_of_their_own(tmp_path, monkeypatch):
+    written = []
+
+    def save(tensors, path, metadata):
+        written.append(path.name)
+        save_file(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(data.store, "save_file", save)
+    for process in (1, 2):
+        monkeypatch.setattr(data.store.os, "getpid", lambda number=process: number)
+        filled(tmp_path)
+    assert len(set(written)) == 2
+    assert len(list(filled(tmp_path).directory.iterdir())) == 2  # the manifest and one shard
+
+
 def test_a_store_can_be_made_again_over_itself(tmp_path):
     filled(tmp_path)
     assert len(list(filled(tmp_path).directory.glob("*.safetensors"))) == 1

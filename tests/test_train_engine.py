@@ -132,6 +132,14 @@ def test_packs_that_two_ranks_cannot_share_are_refused(monkeypatch, packs):
     check_launch("auto", packs + 1)
 
 
+def test_slurm_tasks_that_would_each_train_alone_are_refused(monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.raises(ValueError, match=r"SLURM_NTASKS=4, but WORLD_SIZE is not set.*srun.*torchrun"):
+        check_launch("auto", 4)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check_launch("auto", 4)
+
+
 def test_the_plain_engine_refuses_a_launch_of_two_ranks(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"train\.engine=plain.*deepspeed"):

@@ -307,8 +307,25 @@ def test_the_best_weights_are_those_that_accepted_most(tmp_path, monkeypatch):
     assert (progress.best_step, progress.best_tau) == (4, 1.7)  # an equal later check replaces nothing
     weights = [weight for _, weight in found]
     assert len(set(weights)) == 5
-    assert load_file(job.directory / "best.safetensors")["weight"].item() == weights[1]
+    assert load_file(loop.best(job.directory, 4))["weight"].item() == weights[1]
     assert not any(training for training, _ in found)
+
+
+def test_better_weights_replace_none_before_a_checkpoint_names_them(tmp_path, monkeypatch):
+    accepting(monkeypatch, [1.2, 1.7, 1.4, 1.9])
+    job, seen = ten_steps(tmp_path / "run"), {}
+    save = checkpoint.save
+
+    def watched(engine, directory, progress, keep):
+        seen[progress.step] = sorted(path.name[-13:-12] for path in job.directory.glob("best_*"))
+        save(engine, directory, progress, keep)
+
+    monkeypatch.setattr(checkpoint, "save", watched)
+    progress = checkpoint.Progress()
+    job.total = 8
+    loop.train(job, progress, TrainConfig(steps=8, eval_every=2, save_every=3), job.engine.config, 1)
+    assert seen == {3: ["2"], 6: ["2", "4"], 8: ["4", "8"]}
+    assert [path.name for path in job.directory.glob("best_*")] == ["best_00000008.safetensors"]
 
 
 def test_the_drafter_trains_on_after_a_check(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,15 @@ class DeepSpeedEngine:
             "zero_optimization": {"stage": stage, "reduce_scatter": True},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": dtype == torch.bfloat16},
+            "data_types": {"grad_accum_dtype": "fp32"},
             "steps_per_print": 10**9,
         }
         self.unstepped = False  # the last micro-batch has not been counted by DeepSpeed's own step()
-        deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl", verbose=False)
+        deepspeed.init_distributed(
+            dist_backend="gloo" if device.type == "cpu" else "nccl",
+            timeout=timedelta(days=1),  # the other ranks wait while rank 0 measures acceptance
+            verbose=False,
+        )
 
     def wrap(self, module: nn.Module) -> nn.Module:
         optimizer = make(module, self.config)
@@ -159,6 +165,12 @@ Engine = PlainEngine | DeepSpeedEngine
 
 def check_launch(kind: str, packs: int) -> None:
     """Refuse what cannot run on the processes that were started, before anything is loaded."""
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if int(tasks) > 1 and "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            f"SLURM_NTASKS={tasks}, but WORLD_SIZE is not set: each task would train a run of its own; start "
+            "`torchrun -m train ...`, on several nodes `srun --ntasks-per-node=1 torchrun ... -m train ...`"
+        )
     if kind == "plain" and world_size() > 1:
         raise ValueError(
             f"train.engine=plain runs one process, but {world_size()} were started; write deepspeed or auto"
@@ -172,20 +184,25 @@ def check_launch(kind: str, packs: int) -> None:
 
 
 def make_engine(
-    kind: str, config: OptimConfig, device: str, dtype: torch.dtype, packs: int, stage: int
+    kind: str, config: OptimConfig, device: torch.device, dtype: torch.dtype, packs: int, stage: int
 ) -> Engine:
     """``kind``: plain, deepspeed, or auto (deepspeed where there are several ranks)."""
-    place = local_device(device)
     if kind == "plain" or (kind == "auto" and world_size() == 1):
-        return PlainEngine(config, place, dtype)
-    return DeepSpeedEngine(config, place, dtype, packs // world_size(), stage)
+        return PlainEngine(config, device, dtype)
+    return DeepSpeedEngine(config, device, dtype, packs // world_size(), stage)
 
 
 def local_device(device: str) -> torch.device:
-    """This rank's device."""
+    """This rank's device, from now on the current one: ``cuda`` is the GPU of LOCAL_RANK."""
     found = pick_device(device)
     if found.type == "cuda":
-        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if found.index is None:
+            found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        elif world_size() > 1:
+            raise ValueError(
+                f"hardware.device={device}: {world_size()} ranks would share one GPU; write cuda, and "
+                "each takes its own"
+            )
         torch.cuda.set_device(found)
     return found
 

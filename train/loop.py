@@ -122,6 +122,7 @@ def train(
             check_acceptance(job, progress)
         if saving:
             checkpoint.save(engine, job.checkpoints, progress, config.keep)
+            drop_other_bests(job, progress)
 
 
 def place(job: Job, batch: Batch, step: int, at: int) -> Batch:
@@ -157,18 +158,31 @@ def check_acceptance(job: Job, progress: checkpoint.Progress) -> None:
     job.log.say(f"step {progress.step}: tau {counts.tau:.3f} at N={n} over {len(job.held)} held-out answers")
     if counts.tau > progress.best_tau:
         progress.best_tau, progress.best_step = counts.tau, progress.step
-        save_best(job)
+        save_best(job, progress.best_step)
 
 
-def save_best(job: Job) -> None:
+def best(directory: Path, step: int) -> Path:
+    """Where the weights that accepted most at ``step`` are kept."""
+    return directory / f"best_{step:08d}.safetensors"
+
+
+def save_best(job: Job, step: int) -> None:
     """The drafter's weights as they are, renamed into place."""
-    path = job.directory / "best.safetensors"
+    path = best(job.directory, step)
     scratch = path.with_suffix(".tmp")
     save_file(
         {name: value.float().cpu().contiguous() for name, value in job.drafter.state_dict().items()},
         scratch,
     )
     os.replace(scratch, path)
+
+
+def drop_other_bests(job: Job, progress: checkpoint.Progress) -> None:
+    """Once a checkpoint names the best weights: until then a resumed run needs those before."""
+    if rank() == 0:
+        for path in job.directory.glob("best_*.safetensors"):
+            if path != best(job.directory, progress.best_step):
+                path.unlink()
 
 
 @contextmanager
