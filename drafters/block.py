@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config
 
-from drafters.layers import ContextLayer, RMSNorm, Rotary, span_masks
+from drafters.layers import ContextLayer, Linear, RMSNorm, Rotary, span_masks
 from drafters.method import Drafter, MethodConfig
 from drafters.ops import Span, document_spans, sample_anchors, valid_anchors
 from drafters.target import Target
@@ -121,7 +121,7 @@ class BlockDrafter(Drafter):
         super().__init__(config, target, vocab)
         self.shape = draft_shape(config, target)
         size = self.shape.hidden_size
-        self.fc = nn.Linear(len(self.layer_ids) * target.hidden_size, size, bias=False)
+        self.fc = Linear(len(self.layer_ids) * target.hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, self.shape.rms_norm_eps)
         layers = nn.ModuleList(ContextLayer(self.shape) for _ in range(config.num_layers))
         self.layers = cast(Sequence[ContextLayer], layers)

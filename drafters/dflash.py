@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from drafters.block import BlockConfig, BlockDrafter
-from drafters.losses import Teacher, chunked
+from drafters.losses import Teacher, chunked, feature_distance
 from drafters.method import method
 from drafters.ops import block_labels, decay_weights
 from drafters.types import Batch, Loss
@@ -40,16 +40,23 @@ class DFlash(BlockDrafter):
 
     def loss(self, batch: Batch) -> Loss:
         labels_AK, weights_AK = self._weights(batch)
-        hidden_AKD = self.hidden_of(batch, *batch.placed())
+        hidden_PD = self.hidden_of(batch, *batch.placed()).flatten(0, 1)
+        weights_P = weights_AK.flatten()
+        terms = self.config.loss
+        teacher = self._teacher(batch) if terms.needs_last else None
         total, sums = chunked(
-            hidden_AKD.flatten(0, 1),
+            hidden_PD,
             self.head_ND,
             labels_AK.flatten(),
-            weights_AK.flatten(),
-            self.config.loss,
-            self._teacher(batch) if self.config.loss.soft else None,
+            weights_P,
+            terms,
+            teacher if terms.soft else None,
             softcap=self.target.softcap,
         )
+        if teacher is not None and terms.feature > 0:
+            distance = feature_distance(hidden_PD, teacher.last_PD, weights_P)
+            total = total + terms.feature * distance
+            sums["feature"] = distance.detach()
         return Loss(total, batch.count, sums, dict.fromkeys(sums, batch.count))
 
     def _weights(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,6 +35,7 @@ class LossWeights:
     kl: float = 0.0
     l1: float = 0.0
     nla: float = 0.0
+    feature: float = 0.0  # hidden states drawn to the target's own, see feature_distance
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -47,6 +48,11 @@ class LossWeights:
     def soft(self) -> bool:
         """Whether a term needs the target's law."""
         return any(getattr(self, name) > 0 for name in SOFT)
+
+    @property
+    def needs_last(self) -> bool:
+        """Whether a term needs the target's last states."""
+        return self.soft or self.feature > 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,17 @@ class Teacher:
         """p over the draft vocabulary, not renormalised, in fp32: ``[P, N]``."""
         p_PV = torch.softmax(self.head(self.last_PD[rows]).float(), dim=-1)
         return p_PV if self.kept_N is None else p_PV[:, self.kept_N]
+
+
+def feature_distance(hidden_PD: Tensor, last_PD: Tensor, weights_P: Tensor) -> Tensor:
+    """Weighted sum of squared distances to the target's last states, as a share of their variance.
+
+    A regression beside the cross-entropy (EAGLE, arXiv 2401.15077, section 4.2): 576 numbers a position
+    to learn from instead of one.
+    """
+    last_PD = last_PD.float()
+    share_P = (hidden_PD.float() - last_PD).pow(2).mean(-1) / last_PD.var()
+    return (share_P * weights_P).sum()
 
 
 def per_position(logits_PV: Tensor, labels_P: Tensor, p_PV: Tensor | None) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from drafters.layers import product
 from drafters.losses import LossWeights
 from drafters.target import Target
 from drafters.types import Batch, Loss, Proposal, States
@@ -42,6 +43,7 @@ class Drafter(nn.Module):
     """
 
     config_class: ClassVar[type[MethodConfig]]
+    mask_token: Any = None  # the id that fills slots, where a method has such: no answer may hold it
     architecture: ClassVar[str]  # the class name that speculators and vLLM know it by
 
     def __init__(self, config: MethodConfig, target: Target, vocab: DraftVocab | None) -> None:
@@ -68,7 +70,7 @@ class Drafter(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the draft vocabulary of hidden states after the drafter's own norm."""
-        return self.target.softcapped(hidden @ self.head_ND.T)
+        return self.target.softcapped(product(hidden, self.head_ND))
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self.vocab is None else self.vocab.kept_N.to(draft_ids.device)[draft_ids]

@@ -31,6 +31,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
+from drafters.layers import Linear
 from drafters.types import States
 
 EMBEDDED = "smollm2-embedded"
@@ -58,6 +59,9 @@ class Target:
         self.decoder = model.get_decoder()
         self.layers = _find_layers(self.decoder, self.config.num_hidden_layers, name)
         self.softcap: float | None = vars(self.config).get("final_logit_softcapping")
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = Linear
         self._check_head()
 
     @property

@@ -19,7 +19,7 @@ from drafters.target import EMBEDDED, HardwareConfig, Target
 from drafters.vocab import choose
 from recipes.schema import Run
 from tests import tiny
-from train.job import card
+from train.export import card
 
 KINDS = {
     "plain": {},

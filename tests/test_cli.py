@@ -158,7 +158,7 @@ def test_a_missing_drafter_is_asked_for(name, capsys):
 def test_a_run_directory_of_another_recipe_is_refused_with_the_remedy(workshop, tmp_path, capsys):
     target = f"target={workshop / 'target'}"
     run = runs.run_of(target, "hardware.dtype=float32", "run=one", "optim.lr=0.25")
-    from train.job import open_directory
+    from train.directory import open_directory
 
     with open_directory(run, "dflash", torch.device("cpu")) as directory:
         record = directory / "recipe.yaml"
@@ -186,10 +186,10 @@ def test_a_directory_that_is_no_run_is_left_alone(workshop, tmp_path, capsys):
 
 def test_a_run_is_named_after_recipe_and_target(workshop, tmp_path, monkeypatch, capsys):
     """The data cannot be read, so that nothing is trained and nothing is left."""
-    from train import job
+    from train import directory
 
     seen = []
-    monkeypatch.setattr(job, "write_record", lambda run, directory: seen.append(directory))
+    monkeypatch.setattr(directory, "write_record", lambda run, directory: seen.append(directory))
     refusal(capsys, "train", "+recipe=dflash", f"target={workshop / 'target'}", "data.path=nowhere.jsonl")
     assert seen == [Path("runs/dflash-target")]
     assert not seen[0].exists()

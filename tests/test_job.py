@@ -16,6 +16,8 @@ from drafters.types import Proposal
 from eval import replay
 from tests import runs, tiny
 from train import engine, job
+from train import rows as rows_of_run
+from train.export import serving_difference
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +138,7 @@ def test_the_target_is_loaded_onto_the_device_of_the_rank(workshop, monkeypatch)
         raise ValueError("enough")
 
     monkeypatch.setattr(job, "local_device", lambda device: torch.device(f"{device}:3"))
-    monkeypatch.setattr(job, "load", load)
+    monkeypatch.setattr(rows_of_run, "load", load)
     with pytest.raises(ValueError, match="enough"):
         runs.train(workshop, "hardware.device=cuda")
     assert asked == ["cuda:3"]
@@ -156,26 +158,30 @@ def rows(**domains: int) -> list[Row]:
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
 def test_every_domain_is_held_out_and_trained_on(share):
     found = rows(chat=40, code=7, tools=2, rare=1)
-    held = Counter(where.split(":")[0] for where in job.hold_out(found, share, 0))
+    held = Counter(where.split(":")[0] for where in rows_of_run.hold_out(found, share, 0))
     assert held == {"chat": max(1, 40 * share), "code": 4 if share == 0.5 else 1, "tools": 1}
 
 
 def test_the_seed_of_the_data_draws_what_is_held_out():
     found = rows(chat=40)
-    assert job.hold_out(found, 0.2, 1) == job.hold_out(found, 0.2, 1) != job.hold_out(found, 0.2, 2)
+    assert (
+        rows_of_run.hold_out(found, 0.2, 1)
+        == rows_of_run.hold_out(found, 0.2, 1)
+        != rows_of_run.hold_out(found, 0.2, 2)
+    )
 
 
 def test_rows_that_ask_the_same_stay_together():
     found = rows(chat=30)
     for row in found:
         row.messages[0]["content"] = str(row.index // 3)
-    held = job.hold_out(found, 0.3, 0)
+    held = rows_of_run.hold_out(found, 0.3, 0)
     assert len(held) == 9
     assert all(len({f"chat:{at + k}" for k in range(3)} & held) in (0, 3) for at in range(0, 30, 3))
 
 
 def test_all_answers_of_a_conversation_are_on_one_side(workshop, tmp_path):
-    of = job.load(str(workshop / "target"), runs.run_of(*runs.settings(workshop)).hardware)
+    of = rows_of_run.load(str(workshop / "target"), runs.run_of(*runs.settings(workshop)).hardware)
     both = []
     for row in tiny.answered_rows(of, 8):
         first, answer = row["messages"]
@@ -188,7 +194,7 @@ def test_all_answers_of_a_conversation_are_on_one_side(workshop, tmp_path):
         )
     path = tiny.write_rows(tmp_path / "both.jsonl", both)
     run = runs.run_of(*runs.settings(workshop, f"data.path={path}"))
-    loaded = job.load_data(run, tmp_path, torch.device("cpu"))
+    loaded = rows_of_run.load_data(run, tmp_path, torch.device("cpu"))
     sides = [{e.name.split(" (turn")[0] for e in some} for some in (loaded.train, loaded.held)]
     assert not sides[0] & sides[1]
     assert (len(sides[0]), len(sides[1])) == (6, 2)
@@ -278,6 +284,6 @@ def test_a_tie_of_two_logits_is_no_difference_in_serving():
     again.load_state_dict(drafter.state_dict())
     propose = again.propose
     again.propose = lambda *given: Proposal(propose(*given).tokens_BK ^ 1)
-    assert job.serving_difference(drafter, again, path) <= 1e-5
+    assert serving_difference(drafter, again, path) <= 1e-5
     again.propose = lambda *given: Proposal((propose(*given).tokens_BK + 2) % 264)
-    assert job.serving_difference(drafter, again, path) > 1e-5
+    assert serving_difference(drafter, again, path) > 1e-5

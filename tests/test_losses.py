@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drafters.losses import SOFT, LossWeights, Teacher, chunked, per_position, plain
+from drafters.losses import SOFT, LossWeights, Teacher, chunked, feature_distance, per_position, plain
 
 CASE = json.loads((Path(__file__).parent / "cases" / "t01_loss_and_metrics.json").read_text())
 TERMS = ("ce", *SOFT)
@@ -262,3 +262,14 @@ def test_the_label_of_a_weighted_position_can_be_drafted():
 def test_weights_that_train_nothing_are_refused(wrong, match):
     with pytest.raises(ValueError, match=match):
         LossWeights(**wrong)
+
+
+def test_the_feature_term_is_the_squared_distance_as_a_share_of_the_targets_variance():
+    last_PD = torch.tensor([[1.0, -1.0], [3.0, 1.0]])
+    hidden_PD = (last_PD + torch.tensor([[2.0, 0.0], [0.0, 0.0]])).requires_grad_()
+    weights_P = torch.tensor([0.5, 1.0])
+    value = feature_distance(hidden_PD, last_PD, weights_P)
+    value.backward()
+    variance = 8 / 3  # of 1, -1, 3, 1
+    assert value.item() == pytest.approx(0.5 * 2.0 / variance)
+    assert hidden_PD.grad.tolist() == [[pytest.approx(0.5 * 2 * 2.0 / 2 / variance), 0.0], [0.0, 0.0]]
