@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TextStreamer
 from benchmarks import environment
 from data.examples import renderer
 from drafters import checkpoint
-from drafters.target import Target, load
+from drafters.target import load
 from recipes.cli import perform, start
 from recipes.schema import Run
 from serve.answer import decode, drafts_for
@@ -68,7 +68,7 @@ def measure(run: Run) -> None:
     model = model.to(target.device).eval()  # as it comes: ours has quicker linear layers
     render = renderer(run.data, target.tokenizer, target.stop_ids)
     settings = run.serve
-    settings.max_new_tokens = min(settings.max_new_tokens, 96)
+    settings.max_new_tokens = min(settings.max_new_tokens, 64)
     n = drafts_for(target, drafter, Path(run.drafter), settings)
     engines = {"drafting": Engine(target, drafter, n), "plain": Engine(target)}
     rows = []

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.chat import Renderer
+from data.sources import DOMAINS, DataConfig, read
 from drafters.types import Example
 from drafters.vocab import choose
 from eval.replay import Counts, paths, score, walk
@@ -83,6 +85,27 @@ def test_replay_and_decoding_step_by_step_make_the_same_rounds(target, answers, 
         accepted = {r.accepted for _, answer, _ in decoded for r in answer.rounds}
         assert min(accepted) == 0, n
         assert max(accepted) >= min(n, 2), f"N={n}: the test needs accepted drafts, found {accepted}"
+
+
+def test_replay_and_decoding_agree_on_the_bundled_evaluation_prompts():
+    """A third of them, from all five domains; the drafter knows some of the answers."""
+    of = tiny.target(layers=3)
+    render = Renderer(of.tokenizer, stop_ids=of.stop_ids)
+    examples = []
+    for row in list(read(DataConfig(split="eval")))[::3]:
+        prompt = render.prompt_ids(row.messages[:1], row.tools)[-200:]
+        ids = prompt + tiny.greedy(of, prompt, 12)
+        mask = [at >= len(prompt) for at in range(len(ids))]
+        examples.append(Example(ids, mask, row.domain, row.where))
+    assert len(examples) == 40
+    assert {example.domain for example in examples} == set(DOMAINS)
+    drafter = tiny.trained(of, examples[::4], steps=30)
+    replayed = score(drafter, list(paths(of, examples, drafter.layer_ids)), [1, 4])
+    for n in (1, 4):
+        assert [counts for _, _, counts in rollout(of, drafter, examples, n)] == [
+            by_n[n] for by_n in replayed
+        ]
+        assert sum(by_n[n].survived[0] for by_n in replayed) > 0
 
 
 @pytest.mark.parametrize("seed", range(3))
