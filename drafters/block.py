@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config
 
-from drafters.layers import ContextLayer, Linear, RMSNorm, Rotary, span_masks
+from drafters.layers import Blocks, ContextLayer, Linear, RMSNorm, Rotary
 from drafters.method import Drafter, MethodConfig
-from drafters.ops import Span, document_spans, sample_anchors, valid_anchors
+from drafters.ops import Span, context_mask, document_spans, sample_anchors, valid_anchors
 from drafters.target import Target
 from drafters.types import Batch, Proposal, States
 from drafters.vocab import DraftVocab
@@ -209,12 +209,13 @@ class BlockDrafter(Drafter):
         tokens_AS[:, 1:] = self.mask_token
         x_PD = self.target.embed(tokens_AS.flatten()).to(self.fc.weight.dtype)
         position_AS = position_A[:, None] + torch.arange(num, device=position_A.device)
-        rotary = self.rotary(position_AS.flatten())
-        masks = span_masks(spans, position_A, num, self.config.sliding_window)
+        window = self.config.sliding_window
+        masks = [context_mask(span, position_A, num, window) for span in spans]
+        blocks = Blocks(num, self.rotary(position_AS.flatten()), spans, masks)
         for layer, keys_values in zip(self.layers, context, strict=True):
             # After the last layer only the predicting slots are read.
             first = self.config.first_slot if layer is self.layers[-1] else 0
-            x_PD = layer(x_PD, rotary, keys_values, spans, masks, num, first)
+            x_PD = layer(x_PD, keys_values, blocks, first)
         return self.norm(x_PD.unflatten(0, (len(anchor_tokens_A), num_drafts)))
 
     def hidden_of(self, batch: Batch, anchors_A: Tensor, num_drafts: int) -> Tensor:

@@ -5,13 +5,15 @@ Module names are the tensor names of the drafter directory (vLLM and speculators
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from drafters.ops import Span, context_mask
+from drafters.ops import Span
 
 FEW_ROWS = 8  # up to this many, a product on a CPU is bound by reading the weight
 
@@ -95,6 +97,20 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """What all layers of a pass share: blocks of ``slots`` rows each, flattened to P rows.
+
+    ``rotary`` are ``cos, sin`` of ``[P, E]``; ``masks`` says for each span which context rows and slots its
+    rows see, ``[A*S, context + A*S]``.
+    """
+
+    slots: int
+    rotary: tuple[Tensor, Tensor]
+    spans: list[Span]
+    masks: list[Tensor]
+
+
 class ContextAttention(nn.Module):
     """Self-attention of blocks that also reads keys and values projected from target states."""
 
@@ -117,27 +133,19 @@ class ContextAttention(nn.Module):
         value_PHE = self.v_proj(x_PD).unflatten(-1, (self.kv_heads, self.size))
         return rotate(key_PHE, *rotary), value_PHE
 
-    def forward(
-        self,
-        x_PD: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        context: tuple[Tensor, Tensor],
-        spans: list[Span],
-        masks: list[Tensor],
-        slots: int,
-        first: int = 0,
-    ) -> Tensor:
-        """Blocks of ``slots`` rows, flattened to ``x_PD``; ``context`` holds keys and values [T, H, E].
+    def forward(self, x_PD: Tensor, context: tuple[Tensor, Tensor], blocks: Blocks, first: int = 0) -> Tensor:
+        """Blocks flattened to ``x_PD``; ``context`` holds keys and values ``[T, H, E]``.
 
         Only the slots from ``first`` on ask; the answer holds a row for each of them.
         """
+        rotary, slots = blocks.rotary, blocks.slots
         asking = [tail(rows, slots, first) for rows in (x_PD, *rotary)]
         query_PHE = self.q_norm(self.q_proj(asking[0]).unflatten(-1, (self.heads, self.size)))
         query_PHE = rotate(query_PHE, *asking[1:])
         key_PHE, value_PHE = self.keys_values(x_PD, rotary)
         key_THE, value_THE = context
         out = []
-        for span, mask in zip(spans, masks, strict=True):
+        for span, mask in zip(blocks.spans, blocks.masks, strict=True):
             rows = slice(span.first * slots, span.last * slots)
             seen = slice(span.start, span.end)
             key = torch.cat([key_THE[seen], key_PHE[rows]]).transpose(0, 1)
@@ -161,27 +169,13 @@ class ContextLayer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(
-        self,
-        x_PD: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        context: tuple[Tensor, Tensor],
-        spans: list[Span],
-        masks: list[Tensor],
-        slots: int,
-        first: int = 0,
-    ) -> Tensor:
+    def forward(self, x_PD: Tensor, context: tuple[Tensor, Tensor], blocks: Blocks, first: int = 0) -> Tensor:
         """The slots from ``first`` on, after this layer."""
-        seen_PD = self.self_attn(self.input_layernorm(x_PD), rotary, context, spans, masks, slots, first)
-        x_PD = tail(x_PD, slots, first) + seen_PD
+        seen_PD = self.self_attn(self.input_layernorm(x_PD), context, blocks, first)
+        x_PD = tail(x_PD, blocks.slots, first) + seen_PD
         return x_PD + self.mlp(self.post_attention_layernorm(x_PD))
 
 
 def tail(rows: Tensor, slots: int, first: int) -> Tensor:
     """Of blocks of ``slots`` rows each, the rows from slot ``first`` on."""
     return rows if first == 0 else rows.unflatten(0, (-1, slots))[:, first:].flatten(0, 1)
-
-
-def span_masks(spans: list[Span], before_A: Tensor, slots: int, window: int | None) -> list[Tensor]:
-    """The mask of every span, shared by all layers."""
-    return [context_mask(span, before_A, slots, window) for span in spans]

@@ -7,6 +7,8 @@ With ``s`` the drafter's logits, q = softmax(s) and p the target's law at the sa
     l1    sum_v |p(v) - q(v)|            twice the total variation; p not renormalised
     nla   -log sum_v min(p(v), q(v))     minus the log of the acceptance probability (LK losses)
 
+``feature`` has no law: it draws hidden states to the target's own (``feature_distance``).
+
 Gradients with respect to s: ce and kl give q - p. With g_j = sign(q_j - p_j), l1 gives
 q_j (g_j - sum_v q_v g_v). With b_j = 1[q_j < p_j] and alpha the acceptance probability, nla gives
 -q_j (b_j - sum_v q_v b_v) / alpha.
@@ -75,8 +77,8 @@ class Teacher:
 def feature_distance(hidden_PD: Tensor, last_PD: Tensor, weights_P: Tensor) -> Tensor:
     """Weighted sum of squared distances to the target's last states, as a share of their variance.
 
-    A regression beside the cross-entropy (EAGLE, arXiv 2401.15077, section 4.2): 576 numbers a position
-    to learn from instead of one.
+    Both are ``[P, D]`` after the final norm. A regression beside the cross-entropy, as EAGLE has one
+    (arXiv 2401.15077): D numbers a position to learn from instead of one token.
     """
     last_PD = last_PD.float()
     share_P = (hidden_PD.float() - last_PD).pow(2).mean(-1) / last_PD.var()

@@ -512,3 +512,25 @@ def test_a_mask_token_is_found_among_spare_special_tokens_or_behind_the_tokenize
 def test_settings_that_cannot_work_are_refused_by_name(wrong):
     with pytest.raises(ValueError, match=rf"method\.{next(iter(wrong))}="):
         DFlashConfig(**wrong)
+
+
+def test_the_feature_term_draws_slots_to_the_targets_state_before_their_label():
+    target = tiny.target(layers=4)
+    terms = LossWeights(ce=0, feature=2)
+    drafter, examples = loud(target, loss=terms, decay=None), documents()
+    batch = drafter.place(packed(drafter, examples), torch.Generator().manual_seed(0))
+    anchors_A, num = batch.placed()
+    with torch.no_grad():
+        found = drafter(batch)
+        hidden_AKD = drafter.hidden_of(batch, anchors_A, num)
+    last_PD, mask_P = batch.states.last()[0], batch.mask_BT[0]
+    where_AK = (anchors_A[:, None] + torch.arange(num)).clamp(max=len(last_PD) - 1)
+    variance, total = last_PD[where_AK.flatten()].var(), 0.0
+    for row, anchor in enumerate(anchors_A.tolist()):
+        for k in range(num):
+            label = anchor + 1 + k
+            if label >= len(mask_P) or batch.doc_BT[0, label] != batch.doc_BT[0, anchor] or not mask_P[label]:
+                break
+            total += float((hidden_AKD[row, k] - last_PD[label - 1]).pow(2).mean() / variance)
+    assert float(found.sums["feature"]) == pytest.approx(total, rel=1e-4)
+    assert float(found.sum) == pytest.approx(2 * total, rel=1e-4)

@@ -78,7 +78,7 @@ SHAPE = ("layer_ids", "mask_token", "max_drafts", "vocabulary")
 
 def _shape(drafter: Drafter) -> tuple[Any, ...]:
     kept = None if drafter.vocab is None else drafter.vocab.kept_N.tolist()
-    return drafter.layer_ids, getattr(drafter, "mask_token", None), drafter.max_drafts, kept
+    return drafter.layer_ids, drafter.mask_token, drafter.max_drafts, kept
 
 
 def _anchors(drafter: Drafter, path: replay.Path) -> tuple[Batch, torch.Tensor]:
