@@ -66,6 +66,16 @@ def test_a_slot_never_holds_more_than_its_capacity():
         cache.stage(range(1), 3, "cpu", torch.float32)
 
 
+def test_what_a_slot_holds_survives_that_its_room_grows(target):
+    """Longer than the room that a first short pass makes, and grown again."""
+    cache = SlotCache(target.num_layers, 2, 300, target.attention_windows)
+    tokens, found = ids(200, 1), []
+    for start, end in ((0, 9), (9, 80), (80, 200)):
+        found += list(feed(target, cache, range(1), [tokens[start:end]])[0])
+        cache.commit(range(1), [end - start])
+    assert torch.allclose(torch.stack(found), plain(target, tokens), atol=1e-4)
+
+
 @pytest.mark.parametrize("kept", [0, 1, 3, 5])
 def test_rejected_rows_leave_no_trace_in_the_cache(target, kept):
     prompt, drafts, rest = ids(9, 1), ids(5, 2), ids(4, 3)

@@ -534,3 +534,20 @@ def test_the_feature_term_draws_slots_to_the_targets_state_before_their_label():
             total += float((hidden_AKD[row, k] - last_PD[label - 1]).pow(2).mean() / variance)
     assert float(found.sums["feature"]) == pytest.approx(total, rel=1e-4)
     assert float(found.sum) == pytest.approx(2 * total, rel=1e-4)
+
+
+@torch.no_grad()
+def test_slot_s_is_read_at_slot_s_though_the_last_layer_skips_the_anchors():
+    """The reference runs every slot through every layer and cuts afterwards."""
+    drafter = loud(tiny.target(layers=4))
+    batch = packed(drafter, documents())
+    anchors_A = batch.mask_BT[0].nonzero().flatten()[:3]
+    quick_AKD = drafter.hidden_of(batch, anchors_A, 4)
+    quick = drafter.layers[-1].forward
+
+    def whole(x_PD, context, blocks, first=0):
+        all_ASD = quick(x_PD, context, blocks).reshape(len(anchors_A), blocks.slots, -1)
+        return all_ASD[:, first:].reshape(-1, all_ASD.shape[-1])
+
+    drafter.layers[-1].forward = whole
+    assert difference(quick_AKD, drafter.hidden_of(batch, anchors_A, 4)) <= 1e-5
