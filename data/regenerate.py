@@ -21,6 +21,7 @@ from tqdm import tqdm
 from data.chat import Message, Renderer, Skip
 from data.examples import questions
 from data.sources import Row, parse, row_of
+from drafters.files import replace_file
 from drafters.target import Target
 from serve.engine import Answer, Engine, Request
 
@@ -178,9 +179,7 @@ def done(path: Path, by: str | None = None) -> set[str]:
     if begun:
         if not begun.startswith(_BEGINS[: len(begun)]):
             raise ValueError(f"{path}:{len(lines) + 1}: not the beginning of an answered row; {_OTHERS}")
-        scratch = path.with_suffix(".tmp")
-        scratch.write_bytes(b"".join(lines))
-        os.replace(scratch, path)
+        replace_file(path, b"".join(lines))
     return keys
 
 

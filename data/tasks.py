@@ -15,6 +15,7 @@ from data.examples import examples as to_examples
 from data.examples import of_row, renderer
 from data.regenerate import append, done, made_by, regenerate
 from data.sources import Row, check_skips, read, report
+from drafters.files import replace_file
 from drafters.target import load, load_tokenizer
 
 if TYPE_CHECKING:
@@ -136,6 +137,4 @@ def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def _write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
+    replace_file(path, text.encode())

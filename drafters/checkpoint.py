@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafters.files import flush, replace_file
 from drafters.method import Drafter, all_methods
 from drafters.target import HardwareConfig, Target
 from drafters.vocab import from_maps
@@ -51,6 +52,7 @@ def write(
         (scratch / "config.json").write_text(json.dumps(config(drafter, notes or {}), indent=2) + "\n")
         if check is not None:
             check(scratch)
+        flush(scratch)
     except BaseException:
         shutil.rmtree(scratch)
         raise
@@ -62,9 +64,7 @@ def note(directory: Path, **facts: Any) -> None:
     """Add to what stands under ``foredraft`` in config.json; the tensors stay as they were checked."""
     found = read_config(directory)
     found["foredraft"] = {**found.get("foredraft", {}), **facts}
-    scratch = directory / "config.json.tmp"
-    scratch.write_text(json.dumps(found, indent=2) + "\n")
-    os.replace(scratch, directory / "config.json")
+    replace_file(directory / "config.json", (json.dumps(found, indent=2) + "\n").encode())
 
 
 def tensors(drafter: Drafter) -> dict[str, Tensor]:

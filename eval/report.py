@@ -6,7 +6,6 @@ import base64
 import html
 import io
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from drafters.files import replace_file
 from eval.replay import Counts
 
 SCHEMA_VERSION = 1
@@ -123,16 +123,6 @@ def write(report: Mapping[str, Any], directory: Path) -> None:
     replace_file(directory / "report.json", json.dumps(report, indent=2).encode())
     replace_file(directory / "acceptance.png", picture)
     replace_file(directory / "report.html", _page(report, picture).encode())
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write to a temporary name, flush, rename."""
-    scratch = path.with_name(path.name + ".tmp")
-    with open(scratch, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
 
 
 def draw(report: Mapping[str, Any]) -> bytes:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drafters.files import flush
 from train.engine import Engine, rank
 
 WHOLE, PARTIAL = "step_????????", ".step_????????.tmp"
@@ -36,7 +37,7 @@ def save(engine: Engine, directory: Path, progress: Progress, keep: int) -> None
     engine.barrier()
     if rank() == 0:
         (scratch / "progress.json").write_text(json.dumps(asdict(progress)))
-        _flush(scratch)
+        flush(scratch)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(scratch, final)
         ours = {path for pattern in (WHOLE, PARTIAL) for path in directory.glob(pattern)}
@@ -73,10 +74,3 @@ def checkpoints(directory: Path) -> list[Path]:
 
 def _progress(path: Path) -> Progress:
     return Progress(**json.loads((path / "progress.json").read_text()))
-
-
-def _flush(directory: Path) -> None:
-    for path in directory.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())

@@ -21,8 +21,8 @@ import torch
 import yaml
 
 from drafters import checkpoint as directory_format
+from drafters.files import replace_file
 from drafters.target import pick_dtype
-from eval import report
 from train.engine import rank, world_size
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def write_record(run: Run, directory: Path, loaded: Loaded | None = None) -> Non
             "train_rows": len(loaded.train),
             "held_out_rows": len(loaded.held),
         }
-    report.replace_file(directory / "recipe.yaml", yaml.safe_dump(record, sort_keys=False).encode())
+    replace_file(directory / "recipe.yaml", yaml.safe_dump(record, sort_keys=False).encode())
 
 
 def versions() -> dict[str, str]:

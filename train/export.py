@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from data.pack import pack
 from drafters import checkpoint as directory_format
+from drafters.files import replace_file
 from drafters.method import Drafter
 from drafters.target import EMBEDDED
 from drafters.types import Batch
@@ -127,7 +128,7 @@ def write_report(run: Run, job: Job, loaded: Loaded) -> None:
     found = evaluate(loaded.target, again, loaded.held, run.eval, run.seed)
     found = {"target": found["target"], "drafter": str(drafter), **found}
     directory_format.note(drafter, tau_by_n=found["overall"]["tau_by_n"])
-    report.replace_file(drafter / "README.md", card(run, found).encode())
+    replace_file(drafter / "README.md", card(run, found).encode())
     report.write(found, job.directory / "report")
     print(report.table(found))
     print(f"report: {job.directory / 'report' / 'report.html'}")

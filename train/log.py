@@ -11,6 +11,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from drafters.files import replace_file
+
 
 @dataclass
 class LogConfig:
@@ -94,6 +96,4 @@ def cut(path: Path, step: int) -> None:
             continue
         if value["step"] <= step:
             kept.append(line)
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text("".join(line + "\n" for line in kept))
-    os.replace(scratch, path)
+    replace_file(path, "".join(line + "\n" for line in kept).encode())

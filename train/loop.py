@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from data.stream import Stream
+from drafters.files import flush
 from drafters.method import Drafter
 from drafters.types import Batch, Loss
 from eval import replay
@@ -174,6 +175,7 @@ def save_best(job: Job, step: int) -> None:
         {name: value.float().cpu().contiguous() for name, value in job.drafter.state_dict().items()},
         scratch,
     )
+    flush(scratch)
     os.replace(scratch, path)
 
 
