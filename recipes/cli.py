@@ -7,8 +7,10 @@ traceback that names the nearest known recipe, key or task.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError
 
 from recipes.schema import Run, register
 
@@ -50,7 +53,7 @@ def perform(config: DictConfig, tasks: Mapping[str, Task], default: str) -> None
 
 @contextmanager
 def in_one_message() -> Iterator[None]:
-    """Turn a user's mistake into a message and exit code 1, Ctrl-C into exit code 130."""
+    """Turn a user's mistake or a full disk into a message and exit code 1, Ctrl-C into exit code 130."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -58,9 +61,25 @@ def in_one_message() -> Iterator[None]:
             raise
         print(f"error: {explain(error)}", file=sys.stderr)
         sys.exit(1)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if os.environ.get("FOREDRAFT_TRACEBACK") or not _disk_is_full(error):
+            raise
+        print(
+            f"error: no space left on the disk ({str(error).splitlines()[0]}). Make room and give the same "
+            "command again; training goes on from its last checkpoint.",
+            file=sys.stderr,
+        )
+        sys.exit(1)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
+
+
+def _disk_is_full(error: Exception) -> bool:
+    """Also where a library reports a failed write as something else, as torch.save does."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return "No space left" in str(error) or shutil.disk_usage(".").free < 2**20
 
 
 def _refuse_additions(node: DictConfig, prefix: str = "") -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from safetensors import SafetensorError
 
 from recipes import cli
 from recipes.schema import register
@@ -225,6 +227,27 @@ def test_control_c_is_exit_code_130(capsys):
         cli.start(raising(KeyboardInterrupt()))
     assert ended.value.code == 130
     assert capsys.readouterr().err == "stopped\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "free"),
+    [
+        (OSError(28, "No space left on device"), 10**12),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), 10**12),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"), 0),  # torch.save
+    ],
+)
+def test_a_full_disk_is_named_with_the_remedy(error, free, monkeypatch, capsys):
+    monkeypatch.setattr(cli.shutil, "disk_usage", lambda where: SimpleNamespace(free=free))
+    with pytest.raises(SystemExit) as ended:
+        cli.start(raising(error))
+    assert ended.value.code == 1
+    assert re.match("error: no space left on the disk .* same command again", capsys.readouterr().err)
+
+
+def test_other_failures_are_not_taken_for_a_full_disk():
+    with pytest.raises(RuntimeError, match="shapes"):
+        cli.start(raising(RuntimeError("shapes do not fit")))
 
 
 def test_our_own_mistakes_keep_their_traceback():
