@@ -32,7 +32,7 @@ from transformers import Qwen3Config
 
 from drafters.layers import Blocks, ContextLayer, Linear, RMSNorm, Rotary
 from drafters.method import Drafter, MethodConfig
-from drafters.ops import Span, context_mask, document_spans, sample_anchors, valid_anchors
+from drafters.ops import Span, context_mask, decay_weights, document_spans, sample_anchors, valid_anchors
 from drafters.target import Target
 from drafters.types import Batch, Proposal, States
 from drafters.vocab import DraftVocab
@@ -248,6 +248,10 @@ class BlockDrafter(Drafter):
         valid_BT = valid_anchors(batch.mask_BT, batch.doc_BT)
         anchors_A = sample_anchors(valid_BT, batch.doc_BT, share, generator)
         return replace(batch, anchors_A=anchors_A, num_drafts=num)
+
+    def weights_K(self, num: int) -> Tensor:
+        """How much each of ``num`` drafts of a block counts."""
+        return decay_weights(num, self.config.decay)
 
     # Serving ----------------------------------------------------------------------------------
 

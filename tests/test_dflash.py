@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from drafters.block import evenly_spaced
 from drafters.dflash import DFlashConfig
 from drafters.losses import LossWeights
 from drafters.method import Drafter, build
+from drafters.objective import weighted_labels
 from drafters.ops import document_spans
 from drafters.target import Target
 from drafters.types import Batch, Example, States
@@ -134,7 +136,7 @@ def test_soft_terms_are_learned_from_a_bfloat16_target():
 @EVERY_KIND
 def test_the_loss_is_that_of_the_logits_of_serving_and_the_laws_of_the_target(kind, softcap):
     """Every term, summed by hand over the anchors that training drew."""
-    terms = {"ce": 0.5, "kl": 0.25, "l1": 2.0, "nla": 1.0}
+    terms = {"ce": 0.5, "kl": 0.25, "l1": 2.0, "nla": 1.0, "hybrid": 0.5}
     target = tiny.target(layers=4)
     target.softcap = softcap
     drafter, examples = loud(target, **KINDS[kind], loss=LossWeights(**terms)), documents()
@@ -155,9 +157,13 @@ def test_the_loss_is_that_of_the_logits_of_serving_and_the_laws_of_the_target(ki
                 continue
             weight, q, p = 2.718281828 ** (-k / 4), logq_KN[k].exp(), p_TV[at - 1][kept_N]
             sums["ce"] += weight * float(-logq_KN[k, where[0]])
-            sums["kl"] += weight * float(F.kl_div(logq_KN[k], p / p.sum(), reduction="sum"))
+            kl = float(F.kl_div(logq_KN[k], p / p.sum(), reduction="sum"))
+            alpha = float(torch.minimum(p, q).sum())
+            share = math.exp(-3 * alpha)
+            sums["kl"] += weight * kl
             sums["l1"] += weight * float((p - q).abs().sum())
-            sums["nla"] += weight * float(-torch.minimum(p, q).sum().log())
+            sums["nla"] += weight * -math.log(alpha)
+            sums["hybrid"] += weight * (share * kl + (1 - share) * (1 - alpha))
             count += weight
     assert found.count == batch.count == pytest.approx(count, rel=1e-5)
     assert {name: float(value) for name, value in found.sums.items()} == pytest.approx(sums, rel=1e-4)
@@ -272,7 +278,7 @@ def test_anchors_and_labels_stay_in_the_supervised_part_of_a_document(target):
     drafter, examples = loud(target, anchor_share=1.0), documents()
     batch = drafter.place(packed(drafter, examples), torch.Generator().manual_seed(0))
     assert batch.anchors_A.tolist() == [*range(4, 16), *range(19, 25), *range(34, 51)]
-    labels_AK, weights_AK = drafter._weights(batch)
+    labels_AK, weights_AK = weighted_labels(drafter, batch, drafter.weights_K)
     for anchor, labels, weights in zip(
         batch.anchors_A.tolist(), labels_AK.tolist(), weights_AK.tolist(), strict=True
     ):
@@ -356,7 +362,7 @@ def test_without_a_mix_every_block_has_its_full_length(target):
 def test_a_reduced_vocabulary_drafts_kept_ids_and_learns_nothing_from_others(target):
     drafter = loud(target, draft_vocab=60)  # the ids 0 to 59
     batch = drafter.place(packed(drafter, documents()), torch.Generator().manual_seed(0))
-    labels_AK, weights_AK = drafter._weights(batch)
+    labels_AK, weights_AK = weighted_labels(drafter, batch, drafter.weights_K)
     after_AK = batch.anchors_A[:, None] + torch.arange(1, 5)
     tokens_AK = batch.tokens_BT[0][after_AK.clamp(max=51)]
     assert bool((tokens_AK[weights_AK > 0] < 60).all())
