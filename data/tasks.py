@@ -127,7 +127,7 @@ def capture_states(run: Run) -> None:
     check_skips(seen, run.data.max_skip)
     layer_ids = all_methods()[run.method.name].choose_layers(run.method, target.num_layers)
     run.states.keep = "disk"
-    _, usable = source(run.states, target, found, layer_ids, with_last=run.method.loss.needs_last)
+    _, usable = source(run.states, target, found, layer_ids, with_last=run.method.needs_last)
     print(f"{len(usable)} documents, {sum(len(e.ids) for e in usable)} tokens, layers {layer_ids}")
 
 

@@ -18,6 +18,7 @@ Which token a slot predicts is the *layout*, stored in the checkpoint:
     anchor_predicts = true    slot s predicts x[a+s+1], s >= 0; N drafts take N slots      (DeepSpec)
 
 Training, replay and serving call ``hidden`` below; they differ only in where keys and values lie.
+``read_out`` makes drafts of what it returns.
 """
 
 from __future__ import annotations
@@ -143,11 +144,6 @@ class BlockDrafter(Drafter):
             "sliding_window_non_causal": self.config.sliding_window is None,
         }
 
-    def vllm_refusal(self) -> str | None:
-        if self.config.anchor_predicts:
-            return "vLLM misreads or refuses a block whose anchor slot predicts (method.anchor_predicts)"
-        return None
-
     @classmethod
     def read_description(cls, found: dict[str, Any]) -> BlockConfig:
         layers = found["transformer_layer_config"]
@@ -228,11 +224,18 @@ class BlockDrafter(Drafter):
         tokens_A = batch.tokens_BT.flatten()[anchors_A]
         return self.hidden(tokens_A, position_P[anchors_A], context, spans, num_drafts)
 
+    def read_out(self, hidden_AKD: Tensor, tokens_A: Tensor) -> tuple[Tensor, Proposal]:
+        """Logits ``[A, K, N]`` and greedy drafts from the slots' hidden states and the anchors' tokens."""
+        logits_AKN = self.logits(hidden_AKD)
+        return logits_AKN, Proposal(self.to_target_ids(logits_AKN.argmax(-1)))
+
     def draft_logits(self, batch: Batch, anchors_A: Tensor, n: int) -> Tensor:
-        return self.logits(self.hidden_of(batch, anchors_A, n))
+        tokens_A = batch.tokens_BT.flatten()[anchors_A]
+        return self.read_out(self.hidden_of(batch, anchors_A, n), tokens_A)[0]
 
     def drafts(self, batch: Batch, anchors_A: Tensor, n: int) -> Proposal:
-        return Proposal(self.to_target_ids(self.draft_logits(batch, anchors_A, n).argmax(-1)))
+        tokens_A = batch.tokens_BT.flatten()[anchors_A]
+        return self.read_out(self.hidden_of(batch, anchors_A, n), tokens_A)[1]
 
     def place_anchors(self, batch: Batch, generator: torch.Generator) -> Batch:
         """How many drafts a training pass asks for, and from which random anchors.
@@ -292,7 +295,7 @@ class BlockDrafter(Drafter):
         ]
         position_B = torch.tensor([state.lengths[row] for row in rows], device=anchors_B.device)
         hidden_BKD = self.hidden(anchors_B, position_B, context, spans, n)
-        return Proposal(self.to_target_ids(self.logits(hidden_BKD).argmax(-1)))
+        return self.read_out(hidden_BKD, anchors_B)[1]
 
 
 def evenly_spaced(num: int, num_layers: int) -> list[int]:

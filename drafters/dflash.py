@@ -39,3 +39,8 @@ class DFlash(BlockDrafter):
 
     def loss(self, batch: Batch) -> Loss:
         return objective(self, batch, self.hidden_of(batch, *batch.placed()), self.weights_K)[0]
+
+    def vllm_refusal(self) -> str | None:
+        if self.config.anchor_predicts:
+            return "vLLM misreads or refuses a block whose anchor slot predicts (method.anchor_predicts)"
+        return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from drafters.layers import product
 from drafters.losses import LossWeights
 from drafters.target import Target
-from drafters.types import Batch, Loss, Proposal, States
+from drafters.types import Batch, Example, Loss, Proposal, States
 from drafters.vocab import DraftVocab
 
 
@@ -33,6 +34,11 @@ class MethodConfig:
     def __post_init__(self) -> None:
         if self.draft_vocab is not None and self.draft_vocab < 2:
             raise ValueError(f"method.draft_vocab={self.draft_vocab}: give at least 2, or null for all")
+
+    @property
+    def needs_last(self) -> bool:
+        """Whether training needs the target's last states beside the kept layers."""
+        return self.loss.needs_last
 
 
 class Drafter(nn.Module):
@@ -86,6 +92,9 @@ class Drafter(nn.Module):
         """Which target layers to keep: used by capture and by the engine."""
         raise NotImplementedError
 
+    def start(self, examples: Iterable[Example]) -> None:
+        """Look at the training rows once, before the first step; most methods have no use for it."""
+
     def place(self, batch: Batch, generator: torch.Generator) -> Batch:
         """Choose what a training step looks at (anchors) and count its weight, before any forward.
 
@@ -105,6 +114,10 @@ class Drafter(nn.Module):
     def draft_logits(self, batch: Batch, anchors_A: Tensor, n: int) -> Tensor:
         """The logits behind ``drafts``, ``[A, K, N]``: what the export gate compares."""
         raise NotImplementedError
+
+    def path_logits(self, batch: Batch, anchors_A: Tensor, n: int) -> Tensor:
+        """As ``draft_logits``, of each draft given that those before it were the path's own tokens."""
+        return self.draft_logits(batch, anchors_A, n)
 
     def begin(self, slots: int, capacity: int) -> Any:
         """An empty serving state for ``slots`` requests of up to ``capacity`` tokens.

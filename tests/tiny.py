@@ -11,8 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.capture import capture
 from data.pack import pack
-from drafters.dflash import DFlashConfig
-from drafters.method import Drafter, build
+from drafters.method import Drafter, all_methods, build
 from drafters.target import Target, tokenizer_hash
 from drafters.types import Example
 from drafters.vocab import DraftVocab
@@ -146,14 +145,21 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 
 
 def dflash(of: Target, vocab: DraftVocab | None = None, **settings) -> Drafter:
-    """An untrained block drafter, four drafts a round in z-lab's layout."""
+    """An untrained DFlash, four drafts a round in z-lab's layout."""
+    return untrained(of, "dflash", vocab, **settings)
+
+
+def untrained(of: Target, method: str, vocab: DraftVocab | None = None, **settings) -> Drafter:
+    """An untrained block drafter of five slots."""
     chosen = {"init": "random", "num_states": 2, "block_size": 5, **settings}
-    return build(DFlashConfig(**chosen), of, vocab).eval()
+    return build(all_methods()[method].config_class(**chosen), of, vocab).eval()
 
 
-def trained(of: Target, examples: list[Example], steps: int = 60, **settings) -> Drafter:
+def trained(
+    of: Target, examples: list[Example], steps: int = 60, method: str = "dflash", **settings
+) -> Drafter:
     """A block drafter that knows some of the examples' answers: rounds accept all, some and none."""
-    drafter = dflash(of, **settings).train()
+    drafter = untrained(of, method, **settings).train()
     batch = pack(examples, capture(of, examples, drafter.layer_ids, with_last=True))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(0)

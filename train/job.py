@@ -89,6 +89,7 @@ def prepare(run: Run, directory: Path, loaded: Loaded) -> tuple[Job, checkpoint.
         print(f"draft vocabulary: {len(vocab)} tokens, {vocab.covers(counts_V):.2%} of the supervised ones")
     torch.manual_seed(run.seed)  # here, so that nothing before this changes what a drafter starts from
     drafter = build(settings, target, vocab).to(target.device)
+    drafter.start(loaded.train)
     numbers_of_drafts(run.eval, drafter)
     _refuse_mask_token(drafter, loaded.train)
     dtype = pick_dtype(run.hardware.dtype, target.device)
@@ -96,7 +97,7 @@ def prepare(run: Run, directory: Path, loaded: Loaded) -> tuple[Job, checkpoint.
         run.train.engine, run.optim, target.device, dtype, run.train.packs, run.train.zero_stage
     )
     states, usable_rows = source(
-        run.states, target, loaded.train, drafter.layer_ids, with_last=settings.loss.needs_last,
+        run.states, target, loaded.train, drafter.layer_ids, with_last=settings.needs_last,
         rank=rank(), world=world_size(), barrier=engine.barrier,
     )  # fmt: skip
     stream = Stream(
