@@ -106,6 +106,14 @@ class Drafter(nn.Module):
         """The logits behind ``drafts``, ``[A, K, N]``: what the export gate compares."""
         raise NotImplementedError
 
+    def path_logits(self, batch: Batch, anchors_A: Tensor, n: int) -> Tensor:
+        """Logits of each draft given that those before it were the batch's own tokens, ``[A, K, N]``.
+
+        These are ``draft_logits`` where a draft depends on its anchor alone; a method whose drafts depend
+        on one another overrides it. Drafts past the end of a document may have any logits.
+        """
+        return self.draft_logits(batch, anchors_A, n)
+
     def begin(self, slots: int, capacity: int) -> Any:
         """An empty serving state for ``slots`` requests of up to ``capacity`` tokens.
 
