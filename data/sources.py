@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -78,6 +79,12 @@ class Row:
     def answered_by(self, signature: str | None) -> bool:
         """Whether the kept ids are this target's, as far as the row or the caller says."""
         return None in (self.made_by, signature) or str(self.made_by).split("/")[0] == signature
+
+    @property
+    def temperature(self) -> float | None:
+        """What the kept ids were sampled at, 0 for greedy ones; ``None`` where the row does not say."""
+        found = re.match(r"[^/]+/(\d+(?:\.\d+)?(?:e-?\d+)?)(?:/|$)", self.made_by or "")
+        return float(found[1]) if found else None
 
     @property
     def asked(self) -> list[Message]:
@@ -223,7 +230,7 @@ def bundled(split: str) -> Iterator[tuple[str, Any]]:
     for file in files:
         for where, value in _lines(file):
             if value["split"] == split:
-                yield f"{BUNDLED}/{where.rpartition('/')[2]}", {"made_by": EMBEDDED, **value}
+                yield f"{BUNDLED}/{where.rpartition('/')[2]}", {"made_by": f"{EMBEDDED}/0", **value}
 
 
 # Rows -------------------------------------------------------------------------------------------

@@ -116,7 +116,11 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def path_logits(self, batch: Batch, anchors_A: Tensor, n: int) -> Tensor:
-        """As ``draft_logits``, of each draft given that those before it were the path's own tokens."""
+        """Logits of each draft given that those before it were the batch's own tokens, ``[A, K, N]``.
+
+        These are ``draft_logits`` where a draft depends on its anchor alone; a method whose drafts depend
+        on one another overrides it. Drafts past the end of a document may have any logits.
+        """
         return self.draft_logits(batch, anchors_A, n)
 
     def begin(self, slots: int, capacity: int) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from math import isclose
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ class EvalConfig:
 
     mode: str = "replay"  # replay: one pass; rollout: decode step by step
     n: list[int] | None = None  # drafts a round; None: every N from 1 to the trained block
+    temperature: float = 0.0  # 0: the target's greedy answers; else answers sampled from it at this one
+    drafts: str = "greedy"  # greedy: as the engine drafts; sampled: drawn from the drafter's law
     per_domain: int | None = None  # use the first so many rows of each domain
     max_new_tokens: int = 200  # of answers that have to be made first
     batch: int = 16  # requests decoded together for that
@@ -39,6 +42,20 @@ class EvalConfig:
     def __post_init__(self) -> None:
         if self.mode not in ("replay", "rollout"):
             raise ValueError(f"eval.mode={self.mode}: write replay or rollout")
+        if self.drafts not in ("greedy", "sampled"):
+            raise ValueError(f"eval.drafts={self.drafts}: write greedy or sampled")
+        if self.temperature < 0:
+            raise ValueError(f"eval.temperature={self.temperature}: give 0 (greedy) or more")
+        if self.temperature > 0 and self.mode == "rollout":
+            raise ValueError(
+                f"eval.temperature={self.temperature} eval.mode=rollout: step-by-step evaluation is greedy; "
+                "write eval.mode=replay"
+            )
+        if self.temperature == 0 and self.drafts == "sampled":
+            raise ValueError(
+                "eval.drafts=sampled eval.temperature=0: drafts are sampled at the target's temperature; "
+                "give one above 0, or write eval.drafts=greedy"
+            )
         for key in ("per_domain", "max_new_tokens", "batch"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -48,16 +65,17 @@ class EvalConfig:
 def held_out(
     config: DataConfig, target: Target, render: Renderer, settings: EvalConfig, cache: Path
 ) -> list[Example]:
-    """Conversations to score, each with the target's own greedy answer.
+    """Conversations to score, each with the target's own answer: greedy, or at ``settings.temperature``.
 
     Rows that come without kept ids are answered now; answers are kept in ``cache``, so a second
-    evaluation starts at once.
+    evaluation starts at once. Errors: ``ValueError`` naming a row sampled at another temperature.
     """
     config, render = (
         replace(config, split=config.split or "eval"),
         replace(render, signature=target.signature),
     )
     rows = _first_of_each(read(config), settings.per_domain)
+    check_sampled((row for row in rows if row.skip is None and _answered(row, render)), config, settings)
     asked = [row for row in rows if row.skip is None and not _answered(row, render)]
     answers = _answer(target, render, asked, settings, config, cache) if asked else {}
     for at, row in enumerate(rows):
@@ -67,6 +85,23 @@ def held_out(
     found, seen = to_examples(rows, render, None, config.strict)
     check_skips(seen, config.max_skip)
     return found
+
+
+def check_sampled(rows: Iterable[Row], config: DataConfig, settings: EvalConfig) -> None:
+    """``ValueError`` naming the first answer that was not sampled at ``settings.temperature``, if above 0.
+
+    Greedy evaluation takes any: what leaves the target's argmax is cut there, and counted.
+    """
+    for row in rows if settings.temperature else ():
+        if row.temperature is None or not isclose(row.temperature, settings.temperature, rel_tol=1e-5):
+            said = "does not say what it was" if row.temperature is None else f"was {row.temperature:g}"
+            split = f" data.split={config.split}" if config.split else ""
+            raise ValueError(
+                f"{row.where}: eval.temperature={settings.temperature:g}, but the temperature of its answer "
+                f"{said}; sample answers with `python -m data task=regenerate "
+                f"regenerate.temperature={settings.temperature:g} data.path={config.path}{split} "
+                "out=sampled.jsonl` and name that file in its place"
+            )
 
 
 def _answered(row: Row, render: Renderer) -> bool:
@@ -88,8 +123,10 @@ def _answer(
     target: Target, render: Renderer, rows: list[Row], settings: EvalConfig, config: DataConfig, cache: Path
 ) -> dict[str, Row]:
     """The rows with the target's answers, by key; those not in ``cache`` are answered now."""
-    how = RegenerateConfig(max_new_tokens=settings.max_new_tokens, batch=settings.batch)
+    how = RegenerateConfig(settings.max_new_tokens, settings.temperature, settings.batch)
     made_by = [target.fingerprint, str(target.dtype), how.max_new_tokens, render.template, render.settings]
+    if how.temperature:
+        made_by.append(how.temperature)
     name = hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()[:12]
     path = cache / f"answers-{name}.jsonl"
     have = done(path)
@@ -115,7 +152,7 @@ def evaluate(
     ns = numbers_of_drafts(settings, drafter)
     drafter.eval()
     if settings.mode == "replay":
-        one_each = _replayed(target, drafter, held, ns)
+        one_each = _replayed(target, drafter, held, ns, settings)
     else:
         one_each = _rolled_out(target, drafter, held, ns)
     return build(
@@ -124,18 +161,21 @@ def evaluate(
         seed=seed,
         target=target.name,
         method=drafter.config.name,
-        temperature=0.0,
+        temperature=settings.temperature,
+        drafts=settings.drafts,
         mode=settings.mode,
         dtype=str(target.dtype).removeprefix("torch."),
         device=torch.cuda.get_device_name() if target.device.type == "cuda" else "cpu",
     )
 
 
-def _replayed(target: Target, drafter: Drafter, held: Sequence[Example], ns: list[int]) -> list[Scored]:
+def _replayed(
+    target: Target, drafter: Drafter, held: Sequence[Example], ns: list[int], settings: EvalConfig
+) -> list[Scored]:
     out = []
     with tqdm(total=len(held), unit="answer", desc="replay", mininterval=1) as bar:
-        for path in paths(target, held, drafter.layer_ids):
-            (by_n,) = score(drafter, [path], ns)
+        for path in paths(target, held, drafter.layer_ids, temperature=settings.temperature):
+            (by_n,) = score(drafter, [path], ns, drafts=settings.drafts)
             name = path.example.name
             out.append(
                 Scored(name, path.example.domain, by_n, int(path.off_path), path.margin, loops(path.tokens))

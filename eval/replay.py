@@ -1,9 +1,13 @@
-"""Acceptance in one pass: a greedy target's own argmax is the path, so no decoding is needed.
+"""Acceptance in one pass: the path is known beforehand, so no decoding is needed.
 
 One target pass over prompt and answer gives states and path; one drafter pass for each N gives the
 drafts of every anchor at once; then the rounds are walked. A round at anchor a accepts as many drafts
-as agree with the path and emits one token more, or ends with the path. Counts are exact in fp32:
-step-by-step decoding (eval/rollout.py) makes the same rounds.
+as agree with the path and emits one token more, or ends with the path.
+
+At temperature 0 the path is the target's own argmax, and counts are exact in fp32: step-by-step decoding
+(eval/rollout.py) makes the same rounds. At other temperatures it is the stored answer, which has to be
+sampled from the target at that temperature; where drafts are sampled too, counts are expectations
+(eval/sampled.py).
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from data.capture import capture
 from data.pack import pack
 from drafters.method import Drafter
 from drafters.target import Target
-from drafters.types import Example, States
+from drafters.types import Batch, Example, States
+from eval.sampled import acceptance, expected, log_law
 
 
 @dataclass
@@ -26,12 +31,13 @@ class Counts:
     """Rounds and what they accepted; added up, never averaged.
 
     ``survived[k]`` counts the rounds whose drafts 1..k+1 were all accepted; ``tokens`` those emitted.
+    Rounds are whole numbers, but expectations where path and drafts are both sampled.
     """
 
     max_n: int
-    rounds: int = 0
+    rounds: float = 0
     tokens: int = 0
-    survived: list[int] = field(default_factory=list)
+    survived: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.survived = self.survived or [0] * self.max_n
@@ -63,10 +69,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class Path:
-    """A greedy answer as the target itself would give it, and the states along it.
+    """An answer as the target itself gives it, and the states along it.
 
-    ``length`` tokens from ``first`` on are the target's argmax; a stored answer that goes on otherwise
-    is ``off_path`` and cut there. ``margin`` is the smallest difference between best and second logit.
+    At temperature 0, ``length`` tokens from ``first`` on are the target's argmax; a stored answer that goes
+    on otherwise is ``off_path`` and cut there. ``margin`` is the smallest difference between best and
+    second logit. A sampled answer is taken whole, without a margin.
     """
 
     example: Example
@@ -74,7 +81,8 @@ class Path:
     first: int
     length: int
     off_path: bool
-    margin: float
+    margin: float | None
+    temperature: float = 0.0
 
     @property
     def tokens(self) -> list[int]:
@@ -108,19 +116,28 @@ def paths(
     examples: Iterable[Example],
     layer_ids: Sequence[int],
     *,
+    temperature: float = 0.0,
     batch_tokens: int = 2048,
 ) -> Iterator[Path]:
     """The target's own path through each example, whose supervised tokens are one answer at its end."""
     for group in _groups(examples, batch_tokens):
         for example, states in zip(group, capture(target, group, layer_ids, with_last=True), strict=True):
-            yield _path(target, example, states)
+            yield _path(target, example, states, temperature)
 
 
 @torch.inference_mode()
 def score(
-    drafter: Drafter, found: Sequence[Path], ns: Sequence[int], *, anchors_at_once: int = 256
+    drafter: Drafter,
+    found: Sequence[Path],
+    ns: Sequence[int],
+    *,
+    drafts: str = "greedy",
+    anchors_at_once: int = 256,
 ) -> list[dict[int, Counts]]:
-    """Counts by N for each path. Errors: ``ValueError`` for an N beyond the trained block."""
+    """Counts by N for each path, of ``greedy`` drafts or of drafts ``sampled`` at the path's temperature.
+
+    Errors: ``ValueError`` for an N beyond the trained block.
+    """
     most = drafter.max_drafts
     if not ns or min(ns) < 1 or max(ns) > most:
         raise ValueError(f"n={list(ns)}: this drafter was trained for 1 to {most} drafts a round")
@@ -130,19 +147,59 @@ def score(
             out.append({n: Counts(n) for n in ns})
             continue
         batch = pack([path.example], [path.states]).to(drafter.target.device)
-        anchors_A = torch.arange(path.first, path.first + path.length, device=batch.tokens_BT.device)
-        by_n = {}
-        for n in ns:
-            some = [drafter.drafts(batch, part_A, n).tokens_BK for part_A in anchors_A.split(anchors_at_once)]
-            by_n[n] = walk(torch.cat(some), path.tokens)
-        out.append(by_n)
+        every_A = torch.arange(path.first, path.first + path.length, device=batch.tokens_BT.device)
+        parts = every_A.split(anchors_at_once)
+        log_p_T = _log_p(drafter.target, batch, path, anchors_at_once) if drafts == "sampled" else None
+        out.append({n: _rounds(drafter, batch, path, parts, n, log_p_T) for n in ns})
     return out
 
 
-def _path(target: Target, example: Example, states: States) -> Path:
+def _rounds(
+    drafter: Drafter, batch: Batch, path: Path, parts: Sequence[Tensor], n: int, log_p_T: Tensor | None
+) -> Counts:
+    """The rounds of one path, from the drafts of its anchors or, with the target's law, from their laws."""
+    if log_p_T is None:
+        return walk(torch.cat([drafter.drafts(batch, part_A, n).tokens_BK for part_A in parts]), path.tokens)
+    some = [_acceptance(drafter, batch, part_A, n, path, log_p_T) for part_A in parts]
+    rounds, survived = expected(torch.cat(some))
+    return Counts(n, rounds, path.length - 1, survived)
+
+
+def _log_p(target: Target, batch: Batch, path: Path, at_once: int) -> Tensor:
+    """The target's log-probability of every token after the first of a path, at that token's position."""
+    assert path.temperature > 0, (path.example.name, path.temperature)
+    log_p_T = torch.zeros(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
+    for at_P in torch.arange(path.first + 1, path.first + path.length, device=log_p_T.device).split(at_once):
+        logits_PV = target.head(batch.states.last()[0, at_P - 1])
+        log_p_T[at_P] = log_law(logits_PV, batch.tokens_BT[0, at_P], path.temperature)
+    return log_p_T
+
+
+def _acceptance(
+    drafter: Drafter, batch: Batch, anchors_A: Tensor, n: int, path: Path, log_p_T: Tensor
+) -> Tensor:
+    """How likely each of the path's tokens after an anchor was an accepted draft, ``[A, K]``.
+
+    0 beyond the path, and for a token that a reduced draft vocabulary has not.
+    """
+    at_AK = anchors_A[:, None] + torch.arange(1, n + 1, device=anchors_A.device)
+    possible_AK = at_AK < path.first + path.length
+    at_AK = at_AK.clamp(max=path.first + path.length - 1)
+    ids_AK = batch.tokens_BT[0, at_AK]
+    if drafter.vocab is not None:
+        ids_AK = drafter.vocab.draft_id_V.to(ids_AK.device)[ids_AK]
+        possible_AK &= ids_AK >= 0
+    logits_AKN = drafter.path_logits(batch, anchors_A, n)
+    log_q_AK = log_law(logits_AKN, ids_AK.clamp(min=0), path.temperature)
+    return acceptance(log_p_T[at_AK], log_q_AK) * possible_AK
+
+
+def _path(target: Target, example: Example, states: States, temperature: float) -> Path:
     first = example.mask.index(True)
     if not all(example.mask[first:]):
         raise ValueError(f"{example.name}: replay takes one answer at the end of a row; split the turns")
+    if temperature > 0:
+        return Path(example, states, first, len(example.ids) - first, False, None, temperature)
     answer_P = torch.tensor(example.ids[first:])
     last_PD = states.last()[0, first - 1 : len(example.ids) - 1]
     top_P2, best_P2 = target.head(last_PD.to(target.device)).float().topk(2, dim=-1)

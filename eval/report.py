@@ -54,7 +54,7 @@ def summarise(scored: Sequence[Scored], max_n: int, seed: int) -> dict[str, Any]
     top = pooled[max_n]
     return {
         "prompts": len(scored),
-        "rounds": top.rounds,
+        "rounds": round(top.rounds),  # an expectation where path and drafts are both sampled
         "tokens": top.tokens,
         "tau": round(top.tau, 4),
         "tau_ci95": bootstrap([s.by_n[max_n] for s in scored], seed=seed),

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from data.regenerate import RegenerateConfig
+from data.sources import DataConfig, Row, read
 from drafters import checkpoint
-from drafters.target import HardwareConfig, load
+from drafters.target import EMBEDDED, HardwareConfig, load
 from drafters.types import Example
 from eval import evaluate as module
 from eval.evaluate import EvalConfig, evaluate
@@ -234,6 +235,78 @@ def test_rows_of_the_training_split_are_not_scored(asked, rows, tmp_path):
     assert report()["overall"]["prompts"] == 2
 
 
+# Answers sampled at a temperature -------------------------------------------------------------------
+
+
+@pytest.fixture
+def sampled(asked, rows, workshop, tmp_path):
+    """Arguments over rows that ``task=regenerate`` answered at 0.7."""
+    tiny.write_rows(tmp_path / "asked.jsonl", rows)
+    settings = ["regenerate.temperature=0.7", "regenerate.max_new_tokens=10", "out=sampled.jsonl"]
+    target = f"target={workshop / 'target'}"
+    assert command("data", "task=regenerate", *CPU, target, "data.path=asked.jsonl", *settings) == 0
+    return but(asked, "data.path=sampled.jsonl", "eval.temperature=0.7")
+
+
+def test_sampled_answers_are_replayed_whole(sampled, target, directory, tmp_path):
+    assert command("eval", *sampled, "eval.n=[1,4]") == 0
+    found = report()
+    assert (found["mode"], found["temperature"], found["drafts"]) == ("replay", 0.7, "greedy")
+    assert (found["off_path"], found["min_margin"]) == (0, None)
+    lines = map(json.loads, (tmp_path / "sampled.jsonl").read_text().splitlines())
+    examples = [_example(target, row) for row in lines if row["id"] in ("row-0", "row-1", "row-2", "row-3")]
+    assert found["overall"]["tokens"] == sum(sum(e.mask) - 1 for e in examples)
+    drafter = checkpoint.read(directory, target)
+    assert command("eval", *sampled, "eval.n=[1,4]", "eval.drafts=sampled") == 0
+    drawn = report()
+    assert (drawn["drafts"], drawn["overall"]["tokens"]) == ("sampled", found["overall"]["tokens"])
+    assert isinstance(drawn["overall"]["rounds"], int)
+    by_n = score(
+        drafter, list(paths(target, examples, drafter.layer_ids, temperature=0.7)), [4], drafts="sampled"
+    )
+    rounds = sum(counts[4].rounds for counts in by_n)
+    assert drawn["overall"]["tau"] == round(found["overall"]["tokens"] / rounds, 4)
+    assert drawn["overall"]["survival"][0] == round(sum(c[4].survived[0] for c in by_n) / rounds, 4)
+
+
+def test_answers_of_another_temperature_are_refused_with_the_remedy(sampled, capsys):
+    message = refusal(capsys, "eval", *but(sampled, "eval.temperature=0.9"))
+    assert "sampled.jsonl:1: eval.temperature=0.9" in message
+    assert "was 0.7" in message
+    remedy = "task=regenerate regenerate.temperature=0.9 data.path=sampled.jsonl data.split=eval"
+    assert remedy in message
+
+
+def test_answers_of_unknown_temperature_are_refused(asked, capsys):
+    message = refusal(capsys, "eval", *asked, "eval.temperature=0.7")
+    assert "rows.jsonl:1: eval.temperature=0.7" in message
+    assert "does not say what it was" in message
+
+
+def test_the_bundled_answers_are_greedy():
+    row = next(iter(read(DataConfig(split="eval"))))
+    assert row.temperature == 0.0
+    assert row.answered_by(EMBEDDED)
+
+
+@pytest.mark.parametrize(
+    ("made_by", "temperature"),
+    [(None, None), ("abc", None), ("org/model", None), ("abc/0.7/def", 0.7), ("abc/1e-05/def", 1e-5)],
+)
+def test_a_row_says_what_it_was_sampled_at(made_by, temperature):
+    assert Row(0, "here", made_by=made_by).temperature == temperature
+
+
+def test_rows_without_answers_are_sampled_at_the_temperature(asked, target, rows, tmp_path):
+    tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    asked = but(asked, "data.path=rows.jsonl", "eval.max_new_tokens=10", "eval.n=[2]")
+    for heat in ("0", "0.7"):
+        assert command("eval", *asked, f"eval.temperature={heat}") == 0
+        assert report()["off_path"] == 0
+    files = [path.read_text().splitlines() for path in (tmp_path / "report").glob("answers-*.jsonl")]
+    assert sorted(json.loads(lines[0])["made_by"].split("/")[1] for lines in files) == ["0", "0.7"]
+
+
 # Bad input ------------------------------------------------------------------------------------------
 
 
@@ -244,6 +317,9 @@ def test_rows_of_the_training_split_are_not_scored(asked, rows, tmp_path):
         ("eval.per_domain=0", ["eval.per_domain=0", "at least 1"]),
         ("eval.max_new_tokens=0", ["eval.max_new_tokens=0", "at least 1"]),
         ("eval.batch=0", ["eval.batch=0", "at least 1"]),
+        ("eval.temperature=-1", ["eval.temperature=-1", "0 (greedy) or more"]),
+        ("eval.drafts=some", ["eval.drafts=some", "greedy or sampled"]),
+        ("eval.drafts=sampled", ["eval.drafts=sampled", "above 0"]),
         ("eval.n=[9]", ["eval.n=[9]", "1 to 4 drafts"]),
         ("eval.n=[0]", ["eval.n=[0]", "1 to 4 drafts"]),
         ("eval.n=[1,5]", ["eval.n=[1, 5]", "1 to 4 drafts"]),
@@ -257,6 +333,11 @@ def test_a_bad_setting_is_refused_and_leaves_nothing(asked, setting, words, tmp_
     for word in words:
         assert word in message
     assert list(tmp_path.iterdir()) == []
+
+
+def test_decoding_at_a_temperature_is_refused(asked, capsys):
+    message = refusal(capsys, "eval", *asked, "eval.temperature=0.7", "eval.mode=rollout")
+    assert "eval.mode=replay" in message
 
 
 def test_a_number_of_drafts_is_refused_before_the_target_answers(asked, rows, tmp_path, capsys, monkeypatch):

@@ -12,6 +12,7 @@ import torch
 
 import drafters.checkpoint as directory_format
 from data.sources import Row
+from drafters.target import HardwareConfig, load
 from drafters.types import Proposal
 from eval import replay
 from tests import runs, tiny
@@ -210,6 +211,22 @@ def test_held_out_answers_of_another_model_are_counted(workshop, tmp_path, capsy
     path = tiny.write_rows(tmp_path / "changed.jsonl", changed)
     runs.train(workshop, f"data.path={path}", "train.steps=1")
     assert "6 of 6 held-out answers (100%) leave the target's own path" in capsys.readouterr().out
+
+
+def test_held_out_answers_are_replayed_at_the_temperature_that_is_asked_for(workshop, tmp_path, capsys):
+    with pytest.raises(ValueError, match=r"rows.jsonl:\d+: eval.temperature=0.7.*does not say what it was"):
+        runs.train(workshop, "eval.temperature=0.7")
+    rows = [json.loads(line) for line in (workshop / "rows.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["answers"][0][1][5] = 40  # no argmax of the target: a sampled answer is not cut there
+        row["made_by"] = f"{load(str(workshop / 'target'), HardwareConfig(device='cpu')).signature}/0.7/abc"
+    path = tiny.write_rows(tmp_path / "sampled.jsonl", rows)
+    run = runs.train(
+        workshop, f"data.path={path}", "train.steps=1", "eval.temperature=0.7", "train.report=true"
+    )
+    assert "leave the target's own path" not in capsys.readouterr().out
+    report = json.loads((run / "report" / "report.json").read_text())
+    assert (report["temperature"], report["drafts"], report["off_path"]) == (0.7, "greedy", 0)
 
 
 # The export gate --------------------------------------------------------------------------------------

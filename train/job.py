@@ -108,7 +108,8 @@ def prepare(run: Run, directory: Path, loaded: Loaded) -> tuple[Job, checkpoint.
     engine.wrap(drafter)
     progress = checkpoint.load(engine, directory / "checkpoints")
     progress = progress or checkpoint.Progress(belongs=loaded.belongs)
-    held = list(replay.paths(target, _spread(loaded.held, run.train.eval_rows), drafter.layer_ids))
+    some = _spread(loaded.held, run.train.eval_rows)
+    held = list(replay.paths(target, some, drafter.layer_ids, temperature=run.eval.temperature))
     if rank() == 0:
         if max(path.length for path in held) < 2:
             raise ValueError(

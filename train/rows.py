@@ -19,7 +19,7 @@ from data.examples import renderer
 from data.sources import BUNDLED, Row, check_skips, content_id, read, split_point
 from drafters.target import Target, load
 from drafters.types import Example
-from eval.evaluate import held_out
+from eval.evaluate import check_sampled, held_out
 from train.engine import rank, world_size
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def load_data(run: Run, directory: Path, device: torch.device) -> Loaded:
     held = _held_out(run, target, render, directory)
     if held is None:
         apart = hold_out([row for row in seen if row.skip is None], run.data.holdout, run.data.seed)
+        check_sampled((row for row in seen if row.where in apart), run.data, run.eval)
         held = [turn for example in found if _row(example) in apart for turn in turns(example)]
         found = [example for example in found if _row(example) not in apart]
     if rank() != 0:
