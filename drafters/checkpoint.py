@@ -188,6 +188,7 @@ def _read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:
     settings.layer_ids = [k - 1 for k in found["aux_hidden_state_layer_ids"]]
     settings.draft_vocab = None if vocab is None else len(vocab)
     drafter = cls(settings, target, vocab)
+    drafter.temperatures = found.get("foredraft", {}).get("confidence_temperatures")
     _load_strictly(drafter, held, directory)
     _check_layer_config(drafter, found["transformer_layer_config"], directory)
     head = maps["lm_head.weight"]

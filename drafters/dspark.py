@@ -62,7 +62,6 @@ class DSparkConfig(BlockConfig):
     weighting: str = "decay"  # decay | dpace | expected
     smooth: float = 0.5  # of dpace and expected
     start_from: str | None = None  # a DFlash or DSpark directory whose backbone to start from
-    temperatures: list[float] | None = None  # of the confidences, by position: what calibration found
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,6 +159,10 @@ class DSpark(BlockDrafter):
         if config.start_from is not None:
             start_from_drafter(self, Path(config.start_from))
 
+    @property
+    def has_confidence(self) -> bool:
+        return self.confidence_head is not None
+
     # The road from hidden states to drafts ------------------------------------------------------
 
     def read_out(self, hidden_AKD: Tensor, tokens_A: Tensor) -> tuple[Tensor, Proposal]:
@@ -183,8 +186,8 @@ class DSpark(BlockDrafter):
         if self.confidence_head is None:
             return None
         logits_AK = self.confidence_logits(hidden_AKD, previous_AK)
-        if self.config.temperatures is not None:
-            known = torch.tensor(self.config.temperatures, device=logits_AK.device)
+        if self.temperatures is not None:
+            known = torch.tensor(self.temperatures, device=logits_AK.device)
             logits_AK = logits_AK / known[: logits_AK.shape[1]]
         return torch.sigmoid(logits_AK)
 
@@ -269,7 +272,6 @@ class DSpark(BlockDrafter):
             markov=found["markov_head_type"],
             markov_rank=found["markov_rank"] or config.markov_rank,
             confidence=1.0 if found["enable_confidence_head"] else 0.0,
-            temperatures=found.get("foredraft", {}).get("confidence_temperatures"),
         )
 
     def vllm_refusal(self) -> str | None:

@@ -50,6 +50,9 @@ class Drafter(nn.Module):
 
     config_class: ClassVar[type[MethodConfig]]
     mask_token: Any = None  # the id that fills slots, where a method has such: no answer may hold it
+    temperatures: list[float] | None = (
+        None  # of confidences, by position, once calibrated (eval/calibrate.py)
+    )
     architecture: ClassVar[str]  # the class name that speculators and vLLM know it by
 
     def __init__(self, config: MethodConfig, target: Target, vocab: DraftVocab | None) -> None:
@@ -80,6 +83,11 @@ class Drafter(nn.Module):
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self.vocab is None else self.vocab.kept_N.to(draft_ids.device)[draft_ids]
+
+    @property
+    def has_confidence(self) -> bool:
+        """Whether proposals come with a confidence a draft."""
+        return False
 
     def forward(self, batch: Batch) -> Loss:
         """What an engine wraps (DeepSpeed calls modules, not methods)."""

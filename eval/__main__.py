@@ -3,13 +3,13 @@
 import hydra
 from omegaconf import DictConfig
 
-from eval.tasks import accept
+from eval.tasks import accept, calibrated
 from recipes.cli import perform, start
 
 
 @hydra.main(version_base="1.3", config_path="../recipes", config_name="run")
 def main(config: DictConfig) -> None:
-    perform(config, {"accept": accept}, "accept")
+    perform(config, {"accept": accept, "calibrate": calibrated}, "accept")
 
 
 if __name__ == "__main__":

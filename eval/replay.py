@@ -95,9 +95,16 @@ def walk(drafts_AK: Tensor, path: Sequence[int]) -> Counts:
     The first token of the path (the prefill's) is the first anchor and no round of its own. A round
     that reaches the end of the path emits what is left of it and no bonus token.
     """
+    counts = Counts(drafts_AK.shape[1])
+    for _, accepted, emitted in rounds(drafts_AK, path):
+        counts.add_round(accepted, emitted)
+    return counts
+
+
+def rounds(drafts_AK: Tensor, path: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Where each round of one path starts, the drafts it accepts and the tokens it emits."""
     num = drafts_AK.shape[1]
     drafts = drafts_AK.tolist()
-    counts = Counts(num)
     at = 0
     while at < len(path) - 1:
         left = path[at + 1 : at + 1 + num]
@@ -105,9 +112,8 @@ def walk(drafts_AK: Tensor, path: Sequence[int]) -> Counts:
         while accepted < len(left) and drafts[at][accepted] == left[accepted]:
             accepted += 1
         emitted = min(accepted + 1, len(path) - 1 - at)
-        counts.add_round(accepted, emitted)
+        yield at, accepted, emitted
         at += emitted
-    return counts
 
 
 @torch.inference_mode()

@@ -10,9 +10,12 @@ import yaml
 from data.examples import renderer
 from data.sources import BUNDLED
 from drafters import checkpoint
-from drafters.target import load
-from eval import report
+from drafters.method import Drafter
+from drafters.target import Target, load
+from drafters.types import Example
+from eval import calibrate, report
 from eval.evaluate import evaluate, held_out, numbers_of_drafts
+from eval.replay import paths
 
 if TYPE_CHECKING:
     from recipes.schema import Run
@@ -20,6 +23,24 @@ if TYPE_CHECKING:
 
 def accept(run: Run) -> None:
     """Score ``drafter=`` on ``data.path`` and write the report to ``out=``."""
+    directory, target, drafter, held, out = _opened(run)
+    found = evaluate(target, drafter, held, run.eval, run.seed)
+    found = {"target": found["target"], "drafter": str(directory), **found}
+    report.write(found, out)
+    print(report.table(found))
+    print(f"report: {out / 'report.html'}")
+
+
+def calibrated(run: Run) -> None:
+    """Temperatures of ``drafter=``'s confidences from ``data.path``, into its config.json."""
+    directory, target, drafter, held, out = _opened(run)
+    found = list(paths(target, held, drafter.layer_ids))
+    print(calibrate.table(calibrate.keep(drafter, directory, found, out / calibrate.FILE)))
+    print(f"{directory}/config.json: confidence_temperatures")
+
+
+def _opened(run: Run) -> tuple[Path, Target, Drafter, list[Example], Path]:
+    """The drafter directory, target, drafter, held-out conversations and the folder for what is found."""
     if run.drafter is None:
         raise ValueError("drafter: name a drafter directory, for example drafter=runs/demo/drafter")
     directory = Path(run.drafter)
@@ -30,11 +51,7 @@ def accept(run: Run) -> None:
     numbers_of_drafts(run.eval, drafter)  # refused before the target answers anything
     render = renderer(run.data, target.tokenizer, target.stop_ids)
     held = held_out(run.data, target, render, run.eval, out)
-    found = evaluate(target, drafter, held, run.eval, run.seed)
-    found = {"target": found["target"], "drafter": str(directory), **found}
-    report.write(found, out)
-    print(report.table(found))
-    print(f"report: {out / 'report.html'}")
+    return directory, target, drafter, held, out
 
 
 def _beside(directory: Path, data: str) -> Path:

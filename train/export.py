@@ -16,7 +16,7 @@ from drafters.files import replace_file
 from drafters.method import Drafter
 from drafters.target import EMBEDDED
 from drafters.types import Batch
-from eval import replay, report
+from eval import calibrate, replay, report
 from eval.evaluate import evaluate
 from train import checkpoint
 from train.directory import commit, versions
@@ -131,6 +131,16 @@ def write_report(run: Run, job: Job, loaded: Loaded) -> None:
     replace_file(drafter / "README.md", card(run, found).encode())
     report.write(found, job.directory / "report")
     print(report.table(found))
+    if again.has_confidence:
+        judged = [path for path in job.held if path.length > 1]
+        if len(judged) < 2:
+            print("confidences stay uncalibrated: that takes two held-out answers, see train.eval_rows")
+        else:
+            print(
+                calibrate.table(
+                    calibrate.keep(again, drafter, judged, job.directory / "report" / calibrate.FILE)
+                )
+            )
     print(f"report: {job.directory / 'report' / 'report.html'}")
 
 

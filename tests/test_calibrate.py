@@ -1,0 +1,111 @@
+"""Sequential temperature scaling: right temperatures come back, and only known rounds speak."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import tensor
+
+from drafters.target import Target
+from eval.calibrate import Evidence, auc, calibrate, calibration_error, evidence, fit, survival, table
+from eval.replay import paths
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny.target(layers=4)
+
+
+def made_up(heat: list[float], rounds: int = 40000) -> Evidence:
+    """Rounds whose true conditional acceptance at position k is sigmoid(logit / heat[k])."""
+    generator = torch.Generator().manual_seed(0)
+    logits_RK = torch.randn(rounds, len(heat), generator=generator).double() * 2
+    chance_RK = torch.sigmoid(logits_RK / tensor(heat))
+    survived_RK = (torch.rand(chance_RK.shape, generator=generator) < chance_RK).cumprod(1).bool()
+    return Evidence(logits_RK, survived_RK, torch.ones_like(survived_RK))
+
+
+def test_the_temperatures_that_made_the_rounds_are_found_left_to_right():
+    found = made_up([2.0, 0.7, 1.0])
+    temperatures = fit(found)
+    assert temperatures == pytest.approx([2.0, 0.7, 1.0], rel=0.15)
+    for k in range(3):
+        before, after = (
+            calibration_error(survival(found.logits_RK, t)[:, k], found.survived_RK[:, k])
+            for t in ([1.0, 1.0, 1.0], temperatures)
+        )
+        assert after < 0.01
+        assert before > 0.02 or k == 2
+
+
+def test_a_position_fitted_first_does_not_see_those_after_it():
+    found = made_up([2.0, 0.7])
+    other = Evidence(found.logits_RK.clone(), found.survived_RK.clone(), found.known_RK)
+    other.survived_RK[:, 1] = False
+    assert fit(found)[0] == fit(other)[0]
+    assert fit(found)[1] != fit(other)[1]
+
+
+def test_rounds_of_which_nothing_is_known_do_not_count():
+    found = made_up([1.5, 1.5], 4000)
+    lying = Evidence(
+        torch.cat([found.logits_RK, torch.full((4000, 2), 5.0).double()]),
+        torch.cat([found.survived_RK, torch.zeros(4000, 2, dtype=torch.bool)]),
+        torch.cat([found.known_RK, torch.zeros(4000, 2, dtype=torch.bool)]),
+    )
+    assert fit(lying) == fit(found)
+    nothing = Evidence(found.logits_RK, found.survived_RK, torch.zeros_like(found.known_RK))
+    assert fit(nothing) == [1.0, 1.0]
+
+
+def test_the_calibration_error_of_a_hand_made_case():
+    """Two bins: 0.9 said of four, three came true (gap 0.15); 0.1 said of one, none did (gap 0.1)."""
+    estimate_R = tensor([0.9, 0.9, 0.9, 0.9, 0.1])
+    happened_R = tensor([True, True, True, False, False])
+    assert calibration_error(estimate_R, happened_R) == pytest.approx((4 * 0.15 + 0.1) / 5)
+    assert calibration_error(tensor([1.0]), tensor([True])) == 0
+
+
+def test_auc_counts_pairs_and_ties_half():
+    assert auc(tensor([0.1, 0.4, 0.35, 0.8]), tensor([False, False, True, True])) == pytest.approx(0.75)
+    assert auc(tensor([0.5, 0.5]), tensor([True, False])) == 0.5
+    assert auc(tensor([0.5, 0.7]), tensor([True, True])) is None
+
+
+def test_evidence_is_the_rounds_of_replay_and_knows_what_lies_behind_the_end(target):
+    known = tiny.answered(target, num=23, prompt=8, seed=1)
+    drafter = tiny.trained(target, [known], steps=90, method="dspark", anchor_share=1.0, decay=None)
+    (path,) = paths(target, [known], drafter.layer_ids)
+    found = evidence(drafter, path)
+    # 22 tokens after the first, six a round: three whole rounds, and one of four tokens.
+    assert found.survived_RK.sum(1).tolist() == [5, 5, 5, 4]
+    assert found.known_RK.tolist() == [[True] * 5] * 3 + [[True] * 4 + [False]]
+
+
+def test_a_drafter_is_calibrated_on_its_raw_confidences_and_judged_on_other_conversations(target):
+    known = [tiny.answered(target, num=24, prompt=8, seed=s, domain="mc"[s % 2] * 4) for s in range(8)]
+    drafter = tiny.trained(target, known[:3], steps=40, method="dspark")
+    found = list(paths(target, known, drafter.layer_ids))
+    once = calibrate(drafter, found)
+    drafter.temperatures = [3.0] * drafter.max_drafts
+    assert calibrate(drafter, found) == once
+    assert drafter.temperatures == [3.0] * drafter.max_drafts
+    assert (once["fitted_on"], once["judged_on"]) == (4, 4)
+    assert set(once["domains"]) == {"mmmm", "cccc", "overall"}
+    assert len(once["temperatures"]) == drafter.max_drafts
+    assert "overall" in table(once)
+
+
+def test_a_drafter_without_confidences_is_refused(target):
+    known = tiny.answered(target)
+    for drafter in (tiny.dflash(target), tiny.untrained(target, "dspark", confidence=0.0)):
+        found = list(paths(target, [known, known], drafter.layer_ids))
+        with pytest.raises(ValueError, match="no confidences to calibrate"):
+            calibrate(drafter, found)
+
+
+def test_one_conversation_is_too_few(target):
+    drafter = tiny.untrained(target, "dspark")
+    with pytest.raises(ValueError, match="two held-out answers"):
+        calibrate(drafter, list(paths(target, [tiny.answered(target)], drafter.layer_ids)))
