@@ -45,6 +45,7 @@ class Drafter(nn.Module):
     config_class: ClassVar[type[MethodConfig]]
     mask_token: Any = None  # the id that fills slots, where a method has such: no answer may hold it
     architecture: ClassVar[str]  # the class name that speculators and vLLM know it by
+    layer_ids_key: ClassVar[str] = "aux_hidden_state_layer_ids"  # what they call the kept layers
 
     def __init__(self, config: MethodConfig, target: Target, vocab: DraftVocab | None) -> None:
         super().__init__()
