@@ -88,7 +88,7 @@ def config(drafter: Drafter, notes: dict[str, Any]) -> dict[str, Any]:
         "dtype": str(next(drafter.parameters()).dtype).removeprefix("torch."),
         "draft_vocab_size": target.vocab_size if drafter.vocab is None else len(drafter.vocab),
         "target_hidden_size": None,
-        "aux_hidden_state_layer_ids": [k + 1 for k in drafter.layer_ids],
+        drafter.layer_ids_key: [k + 1 for k in drafter.layer_ids],
         **drafter.describe(),
         "transformer_layer_config": drafter.layer_config(),
         "speculators_config": {
@@ -185,7 +185,7 @@ def _read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:
         )
     cls = all_methods()[name]
     settings = cls.read_description(found)
-    settings.layer_ids = [k - 1 for k in found["aux_hidden_state_layer_ids"]]
+    settings.layer_ids = [k - 1 for k in found[cls.layer_ids_key]]
     settings.draft_vocab = None if vocab is None else len(vocab)
     drafter = cls(settings, target, vocab)
     drafter.temperatures = found.get("foredraft", {}).get("confidence_temperatures")

@@ -111,21 +111,30 @@ class Blocks:
     masks: list[Tensor]
 
 
-class ContextAttention(nn.Module):
-    """Self-attention of blocks that also reads keys and values projected from target states."""
+class Attention(nn.Module):
+    """Projections to and from heads, with rotary positions; what is seen is left to the subclass.
 
-    def __init__(self, shape: Qwen3Config) -> None:
+    ``inputs`` is the width that queries, keys and values read, the hidden size where it is ``None``.
+    ``normed``: queries and keys have a norm (Qwen3), or have none (Llama).
+    """
+
+    def __init__(self, shape: Qwen3Config, inputs: int | None = None, normed: bool = True) -> None:
         super().__init__()
         size, kv_heads = shape.head_dim, shape.num_key_value_heads
         assert size is not None, "a draft shape names the size of its heads"
         assert kv_heads is not None, "a draft shape names its key and value heads"
         self.heads, self.kv_heads, self.size = shape.num_attention_heads, kv_heads, size
-        self.q_proj = Linear(shape.hidden_size, self.heads * size, bias=False)
-        self.k_proj = Linear(shape.hidden_size, self.kv_heads * size, bias=False)
-        self.v_proj = Linear(shape.hidden_size, self.kv_heads * size, bias=False)
+        inputs = inputs or shape.hidden_size
+        self.q_proj = Linear(inputs, self.heads * size, bias=False)
+        self.k_proj = Linear(inputs, self.kv_heads * size, bias=False)
+        self.v_proj = Linear(inputs, self.kv_heads * size, bias=False)
         self.o_proj = Linear(self.heads * size, shape.hidden_size, bias=False)
-        self.q_norm = RMSNorm(size, shape.rms_norm_eps)
-        self.k_norm = RMSNorm(size, shape.rms_norm_eps)
+        self.q_norm = RMSNorm(size, shape.rms_norm_eps) if normed else nn.Identity()
+        self.k_norm = RMSNorm(size, shape.rms_norm_eps) if normed else nn.Identity()
+
+    def queries(self, x_PD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Queries (normed, rotated) ``[P, H, E]``."""
+        return rotate(self.q_norm(self.q_proj(x_PD).unflatten(-1, (self.heads, self.size))), *rotary)
 
     def keys_values(self, x_PD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys (normed, rotated) and values ``[P, H, E]``; of context rows and of block rows alike."""
@@ -133,15 +142,18 @@ class ContextAttention(nn.Module):
         value_PHE = self.v_proj(x_PD).unflatten(-1, (self.kv_heads, self.size))
         return rotate(key_PHE, *rotary), value_PHE
 
+
+class ContextAttention(Attention):
+    """Self-attention of blocks that also reads keys and values projected from target states."""
+
     def forward(self, x_PD: Tensor, context: tuple[Tensor, Tensor], blocks: Blocks, first: int = 0) -> Tensor:
         """Blocks flattened to ``x_PD``; ``context`` holds keys and values ``[T, H, E]``.
 
         Only the slots from ``first`` on ask; the answer holds a row for each of them.
         """
         rotary, slots = blocks.rotary, blocks.slots
-        asking = [tail(rows, slots, first) for rows in (x_PD, *rotary)]
-        query_PHE = self.q_norm(self.q_proj(asking[0]).unflatten(-1, (self.heads, self.size)))
-        query_PHE = rotate(query_PHE, *asking[1:])
+        cos_PE, sin_PE = (tail(rows, slots, first) for rows in rotary)
+        query_PHE = self.queries(tail(x_PD, slots, first), (cos_PE, sin_PE))
         key_PHE, value_PHE = self.keys_values(x_PD, rotary)
         key_THE, value_THE = context
         out = []

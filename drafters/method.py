@@ -54,6 +54,7 @@ class Drafter(nn.Module):
         None  # of confidences, by position, once calibrated (eval/calibrate.py)
     )
     architecture: ClassVar[str]  # the class name that speculators and vLLM know it by
+    layer_ids_key: ClassVar[str] = "aux_hidden_state_layer_ids"  # what they call the kept layers
 
     def __init__(self, config: MethodConfig, target: Target, vocab: DraftVocab | None) -> None:
         super().__init__()

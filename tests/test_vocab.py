@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import tensor
@@ -17,6 +20,22 @@ def test_the_most_frequent_ids_are_kept_and_the_lower_of_two_equals():
 
 def test_an_end_of_turn_token_is_kept_however_rare():
     assert choose(tensor([5, 0, 9, 5, 5, 0]), 3, always=[5]).kept_N.tolist() == [0, 2, 5]
+
+
+def test_kept_ids_and_offsets_are_those_of_the_case():
+    case = json.loads((Path(__file__).parent / "cases" / "d12_vocab_counts.json").read_text())
+    counts_V = torch.zeros(case["target_vocab"], dtype=torch.long)
+    for token, count in case["counts"].items():
+        counts_V[int(token)] = count
+    padded = case["padded_target"]
+    longer_V = torch.nn.functional.pad(counts_V, (0, padded["config_vocab"] - len(counts_V)))
+    for forced, want in (([], "expect_without_forced"), (case["must_include_ids"], "expect_with_forced")):
+        for counts, usable in ((counts_V, None), (longer_V, padded["tokenizer_len"])):
+            vocab = choose(counts, case["draft_vocab"], forced, usable)
+            assert vocab.kept_N.tolist() == case[want]["kept"]
+            assert vocab.d2t_N.tolist() == case[want]["d2t_offsets"]
+            assert vocab.t2d_V.nonzero().flatten().tolist() == case[want]["kept"]
+            assert len(vocab.t2d_V) == len(counts)
 
 
 def test_padding_rows_of_the_head_are_never_kept():
