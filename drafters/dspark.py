@@ -37,7 +37,7 @@ from drafters.layers import Linear
 from drafters.losses import Extra, Lengths, LossWeights
 from drafters.method import method
 from drafters.objective import objective, weighted_labels
-from drafters.ops import decay_weights
+from drafters.ops import decay_weights, previous_tokens
 from drafters.target import Target
 from drafters.types import Batch, Example, Loss, Proposal
 from drafters.vocab import DraftVocab
@@ -278,13 +278,6 @@ class DSpark(BlockDrafter):
         if self.config.markov != "vanilla":
             return f"vLLM serves vanilla Markov heads only, this one is method.markov={self.config.markov}"
         return None
-
-
-def previous_tokens(tokens_BT: Tensor, anchors_A: Tensor, num: int) -> Tensor:
-    """The token before each label of a block, ``x[a .. a+num-1]``; anything behind the last row's end."""
-    tokens_P = tokens_BT.flatten()
-    where_AK = anchors_A[:, None] + torch.arange(num, device=anchors_A.device)
-    return tokens_P[where_AK.clamp(max=len(tokens_P) - 1)]
 
 
 @torch.no_grad()

@@ -38,7 +38,14 @@ from drafters.layers import MLP, Attention, ContextLayer, Linear, RMSNorm, Rotar
 from drafters.losses import LossWeights
 from drafters.method import Drafter, MethodConfig, method
 from drafters.objective import objective, weighted_labels
-from drafters.ops import Span, block_labels, document_spans, sample_anchors, valid_anchors
+from drafters.ops import (
+    Span,
+    block_labels,
+    document_spans,
+    previous_tokens,
+    sample_anchors,
+    valid_anchors,
+)
 from drafters.target import Target
 from drafters.types import Batch, Loss, Proposal, States
 from drafters.vocab import DraftVocab
@@ -317,6 +324,9 @@ class Eagle3(Drafter):
     def draft_logits(self, batch: Batch, anchors_A: Tensor, n: int) -> Tensor:
         roots_A = batch.tokens_BT.flatten()[anchors_A]
         return torch.stack([logits for _, logits in self.drawn(self.chain(batch, anchors_A), roots_A, n)], 1)
+
+    def path_logits(self, batch: Batch, anchors_A: Tensor, n: int) -> Tensor:
+        return self.logits(self.forced(batch, anchors_A, previous_tokens(batch.tokens_BT, anchors_A, n)))
 
     def drafts(self, batch: Batch, anchors_A: Tensor, n: int) -> Proposal:
         roots_A = batch.tokens_BT.flatten()[anchors_A]

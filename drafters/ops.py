@@ -63,6 +63,13 @@ def block_labels(
     return labels_AK, valid_AK
 
 
+def previous_tokens(tokens_BT: Tensor, anchors_A: Tensor, num: int) -> Tensor:
+    """The token before each label of a block, ``x[a .. a+num-1]``; anything behind the last row's end."""
+    tokens_P = tokens_BT.flatten()
+    where_AK = anchors_A[:, None] + torch.arange(num, device=anchors_A.device)
+    return tokens_P[where_AK.clamp(max=len(tokens_P) - 1)]
+
+
 def decay_weights(num: int, gamma: float | None, first: int = 0) -> Tensor:
     """``exp(-k / gamma)`` for k = 0.. of the slots from ``first`` on, 0 before; all 1 if gamma is None."""
     weights = torch.ones(num) if gamma is None else torch.exp(-torch.arange(num) / gamma)

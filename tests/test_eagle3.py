@@ -225,6 +225,15 @@ def test_training_and_serving_draw_the_same_logits_at_first_middle_and_last_anch
 
 
 @torch.no_grad()
+def test_logits_given_the_path_are_those_of_the_unroll_over_its_tokens(target):
+    drafter = make(target)
+    batch, anchors_A = packed(drafter, documents()), inner_anchors()
+    num = drafter.max_drafts
+    forced = drafter.forced(batch, anchors_A, data_tokens(batch, anchors_A, num))
+    assert torch.equal(drafter.path_logits(batch, anchors_A, num), drafter.logits(forced))
+
+
+@torch.no_grad()
 def test_attending_in_parts_changes_no_logit(target, monkeypatch):
     drafter = make(target)
     batch = packed(drafter, documents())
