@@ -52,7 +52,7 @@ class BlockConfig(MethodConfig):
     init: str = "target"  # target: start from decoder layers of the target; random
     init_layers: list[int] | None = None  # which ones; None: the last
     anchor_share: float = 0.5  # share of a document's possible anchors a full-length pass looks at
-    length_mix: dict[int, float] | None = None  # drafts a block is trained for: weight; None: always all
+    lengths: list[int] | None = None  # drafts a block is trained for, drawn alike; None: always all
     decay: float | None = 4.0  # weight exp(-k / decay) of the k-th draft; None: all alike
 
     def __post_init__(self) -> None:
@@ -62,14 +62,11 @@ class BlockConfig(MethodConfig):
             raise ValueError(f"method.block_size={self.block_size}: this layout needs at least {least}")
         if not 0 < self.anchor_share <= 1:
             raise ValueError(f"method.anchor_share={self.anchor_share}: give a share above 0, at most 1")
-        for n, weight in (self.length_mix or {}).items():
-            if not 1 <= n <= self.max_drafts or weight < 0:
-                raise ValueError(
-                    f"method.length_mix={self.length_mix}: give weights of at least 0 to lengths from 1 "
-                    f"to {self.max_drafts} drafts"
-                )
-        if self.length_mix is not None and not sum(self.length_mix.values()) > 0:
-            raise ValueError(f"method.length_mix={self.length_mix}: give some length a positive weight")
+        if self.lengths is not None and not all(1 <= n <= self.max_drafts for n in self.lengths or [0]):
+            raise ValueError(
+                f"method.lengths={self.lengths}: give lengths from 1 to {self.max_drafts} drafts; one that "
+                "stands there twice is drawn twice as often"
+            )
         if self.init not in ("target", "random"):
             raise ValueError(f"method.init={self.init}: write target or random")
         for name in ("num_layers", "num_states", "sliding_window"):
@@ -243,10 +240,8 @@ class BlockDrafter(Drafter):
         A shorter block leaves room for more anchors: a pass looks at the same number of slots.
         """
         most = self.config.max_drafts
-        mix = self.config.length_mix or {most: 1.0}
-        weights = torch.tensor(list(mix.values()), dtype=torch.float)
-        drawn = int(torch.multinomial(weights, 1, generator=generator))
-        num = list(mix)[drawn]
+        lengths = self.config.lengths or [most]
+        num = lengths[int(torch.randint(len(lengths), (1,), generator=generator))]
         share = min(1.0, self.config.anchor_share * self.slots(most) / self.slots(num))
         valid_BT = valid_anchors(batch.mask_BT, batch.doc_BT)
         anchors_A = sample_anchors(valid_BT, batch.doc_BT, share, generator)

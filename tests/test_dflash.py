@@ -330,9 +330,7 @@ def test_a_drafter_that_overfits_one_conversation_gets_every_draft_accepted(targ
 
 
 def test_a_drafter_trained_on_a_mix_of_lengths_drafts_well_at_each_of_them(target, known):
-    mixed = tiny.trained(
-        target, [known], steps=110, anchor_share=1.0, decay=None, length_mix={1: 1, 2: 1, 4: 1}
-    )
+    mixed = tiny.trained(target, [known], steps=110, anchor_share=1.0, decay=None, lengths=[1, 2, 4])
     paths = list(replay.paths(target, [known], mixed.layer_ids))
     (counts,) = replay.score(mixed, paths, [1, 2, 4])
     answer = paths[0].length
@@ -341,7 +339,7 @@ def test_a_drafter_trained_on_a_mix_of_lengths_drafts_well_at_each_of_them(targe
 
 
 def test_lengths_are_drawn_by_their_weight_and_shorter_blocks_leave_room_for_more_anchors(target):
-    drafter = loud(target, length_mix={1: 3.0, 4: 1.0}, anchor_share=0.4)
+    drafter = loud(target, lengths=[1, 1, 4, 1], anchor_share=0.4)
     batch, generator = packed(drafter, documents()), torch.Generator().manual_seed(0)
     drawn = [drafter.place(batch, generator) for _ in range(200)]
     short = [placed for placed in drawn if placed.num_drafts == 1]
@@ -511,8 +509,8 @@ def test_a_mask_token_is_found_among_spare_special_tokens_or_behind_the_tokenize
         {"block_size": 1}, {"block_size": 0, "anchor_predicts": True}, {"anchor_share": 0.0},
         {"anchor_share": 1.5},
         {"init": "copy"}, {"num_layers": 0}, {"num_states": 0}, {"sliding_window": 0}, {"decay": 0.0},
-        {"decay": -1.0}, {"draft_vocab": 1}, {"length_mix": {8: 1.0}}, {"length_mix": {0: 1.0}},
-        {"length_mix": {1: -1.0}}, {"length_mix": {1: 0.0}},
+        {"decay": -1.0}, {"draft_vocab": 1}, {"lengths": [1, 8]}, {"lengths": [0]},
+        {"lengths": []},
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused_by_name(wrong):
