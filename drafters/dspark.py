@@ -114,6 +114,8 @@ class MarkovHead(nn.Module):
 
     def forward(self, hidden_AKD: Tensor, previous_AK: Tensor) -> Tensor:
         """The factors of whole blocks whose tokens are known, ``[A, K, R]``."""
+        if self.kind == "vanilla":  # all at once: a look-up has a gradient as large as its table
+            return self.markov_w1(previous_AK).to(hidden_AKD.dtype)
         state_AR, out = self.begin(hidden_AKD[:, 0]), []
         for k in range(hidden_AKD.shape[1]):
             factor_AR, state_AR = self.step(hidden_AKD[:, k], previous_AK[:, k], state_AR)

@@ -28,8 +28,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafters.ops import product_dtype
+
 SOFT = ("kl", "l1", "nla", "hybrid")
 HYBRID_RATE = 3.0  # eta of the LK losses' hybrid
+PIECE = 2**20  # logits of a chunk that a CPU works on at a time: 4 MB of its cache
 
 
 @dataclass
@@ -90,15 +93,21 @@ class Teacher:
     kept_N: Tensor | None = None
     kept_head: Callable[[Tensor], Tensor] | None = None
 
-    def law(self, rows: slice, whole: bool) -> Law:
-        """In fp32; ``whole``: with the mass. No law is divided by a mass, which may underflow to 0."""
+    def logits(self, rows: slice, whole: bool) -> Tensor:
+        """Of the draft vocabulary alone, or of the whole one where its mass is asked for."""
         last_PD = self.last_PD[rows]
+        if self.kept_N is None or whole or self.kept_head is None:
+            return self.head(last_PD)
+        return self.kept_head(last_PD)
+
+    def law(self, logits_PV: Tensor, whole: bool) -> Law:
+        """In fp32, of ``logits``; ``whole``: with the mass. No law is divided by a mass: it may be 0."""
+        logits_PV = logits_PV.float()
         if self.kept_N is None:
-            soft_PN = torch.softmax(self.head(last_PD).float(), dim=-1)
+            soft_PN = torch.softmax(logits_PV, dim=-1)
             return Law(soft_PN, torch.ones_like(soft_PN[:, :1]) if whole else None)
         if not whole and self.kept_head is not None:
-            return Law(torch.softmax(self.kept_head(last_PD).float(), dim=-1), None)
-        logits_PV = self.head(last_PD).float()
+            return Law(torch.softmax(logits_PV, dim=-1), None)
         kept_PN = logits_PV[:, self.kept_N]
         soft_PN = torch.softmax(kept_PN, dim=-1)
         if not whole:
@@ -190,7 +199,10 @@ def plain(  # noqa: PLR0913
 ) -> Found:
     """The reference: all logits at once."""
     whole = acceptance or _whole(terms, lengths)
-    law = _law(teacher, slice(None), terms, whole)
+    law = None
+    if terms.soft or whole:
+        assert teacher is not None, "a soft term needs the target's law"
+        law = teacher.law(teacher.logits(slice(None), whole), whole)
     logits_PN = hidden_PD @ head_ND.T
     if softcap is not None:
         logits_PN = softcap * torch.tanh(logits_PN / softcap)
@@ -201,7 +213,7 @@ def plain(  # noqa: PLR0913
     weights_P = weights_P.float()
     if lengths is not None:
         weights_P = lengths(_hits(lengths, found["ce"].detach(), alpha_P, labels_P), weights_P)
-    sums = {name: (value * weights_P).sum() for name, value in found.items()}
+    sums = {name: (found[name] * weights_P).sum() for name in _names(terms, whole)}
     total = sum(getattr(terms, name) * value for name, value in sums.items())
     return Found(total, {name: value.detach() for name, value in sums.items()}, alpha_P if whole else None)
 
@@ -217,7 +229,7 @@ def chunked(  # noqa: PLR0913
     extra: Extra | None = None,
     lengths: Lengths | None = None,
     acceptance: bool = False,
-    chunk: int = 256,
+    chunk: int = 512,
 ) -> Found:
     """As ``plain``, with at most ``[chunk, V]`` of logits alive at any time.
 
@@ -227,10 +239,10 @@ def chunked(  # noqa: PLR0913
     """
     assert weights_P[labels_P < 0].abs().sum() == 0, "a label outside the draft vocabulary has weight"
     whole = acceptance or _whole(terms, lengths)
-    used_P = weights_P != 0
+    used_P, unit = weights_P != 0, 1
     if lengths is not None:
-        used_P = used_P.unflatten(0, (-1, lengths.block)).any(1).repeat_interleave(lengths.block)
-        chunk = max(1, chunk // lengths.block) * lengths.block
+        unit = lengths.block
+        used_P = used_P.unflatten(0, (-1, unit)).any(1).repeat_interleave(unit)
     every = bool(used_P.all())
     if not every:
         hidden_PD, labels_P, weights_P = hidden_PD[used_P], labels_P[used_P], weights_P[used_P]
@@ -238,7 +250,7 @@ def chunked(  # noqa: PLR0913
             extra = Extra(extra.inner_PR[used_P], extra.outer_NR)
         if teacher is not None:
             teacher = Teacher(teacher.last_PD[used_P], teacher.head, teacher.kept_N, teacher.kept_head)
-    plan = _Plan(terms, teacher, softcap, lengths, whole, chunk)
+    plan = _Plan(terms, teacher, softcap, lengths, whole, _even(len(labels_P), chunk, unit))
     inner_PR, outer_NR = extra or (None, None)
     total, alpha_P, *sums = _Chunked.apply(hidden_PD, inner_PR, outer_NR, head_ND, labels_P, weights_P, plan)
     if whole and not every:
@@ -250,11 +262,17 @@ def _whole(terms: LossWeights, lengths: Lengths | None) -> bool:
     return terms.acceptance or (lengths is not None and lengths.kind == "expected")
 
 
-def _law(teacher: Teacher | None, rows: slice, terms: LossWeights, whole: bool) -> Law | None:
-    if not terms.soft and not whole:
-        return None
-    assert teacher is not None, "a soft term needs the target's law"
-    return teacher.law(rows, whole)
+def _even(positions: int, chunk: int, unit: int) -> int:
+    """Chunks of one size, at most ``chunk`` but whole units: a short last one would be slower a position."""
+    units = max(1, -(-positions // unit))
+    chunks = -(-units // max(1, chunk // unit))
+    return -(-units // chunks) * unit
+
+
+def _names(terms: LossWeights, whole: bool) -> tuple[str, ...]:
+    """The terms that are found: those with a weight, and those that come with alpha for nothing."""
+    free = ("ce", "l1", "nla") if whole else ("ce",)
+    return tuple(name for name in ("ce", *SOFT) if name in free or getattr(terms, name) > 0)
 
 
 def _hits(lengths: Lengths, ce_P: Tensor, alpha_P: Tensor | None, labels_P: Tensor) -> Tensor:
@@ -276,44 +294,51 @@ class _Plan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        if self.whole:
-            return ("ce", *SOFT)
-        return ("ce", "kl") if self.terms.soft else ("ce",)
+        return _names(self.terms, self.whole)
 
 
 class _Chunked(torch.autograd.Function):
-    """Loss and its gradient in one sweep over chunks of positions."""
+    """Loss and its gradient in one sweep over chunks of positions.
+
+    A chunk is what one matrix product takes; its logits turn into their gradient in place. Weights scale
+    rows, so they come in after the products, which have fewer columns.
+    """
 
     @staticmethod
     def forward(ctx, hidden_PD, inner_PR, outer_NR, head_ND, labels_P, weights_P, plan):  # noqa: PLR0913
         grad_PD = torch.empty_like(hidden_PD)
         grad_PR = None if inner_PR is None else torch.empty_like(inner_PR)
         grad_NR = None if outer_NR is None else torch.zeros_like(outer_NR)
+        dtype = product_dtype(hidden_PD)
+        hidden_PD, head_ND = hidden_PD.to(dtype), head_ND.to(dtype)
+        if inner_PR is not None:
+            inner_PR, outer_NR = inner_PR.to(dtype), outer_NR.to(dtype)
         sums = torch.zeros(len(plan.names), dtype=torch.float32, device=hidden_PD.device)
         alphas = []
+        room_PN = hidden_PD.new_empty(min(plan.chunk, len(hidden_PD)), len(head_ND))
         for start in range(0, len(hidden_PD), plan.chunk):
             rows = slice(start, start + plan.chunk)
-            logits_PN = (hidden_PD[rows] @ head_ND.T).float()
-            if plan.softcap is not None:
-                logits_PN = plan.softcap * torch.tanh(logits_PN / plan.softcap)
-                slope_PN = 1 - (logits_PN / plan.softcap) ** 2
+            logits_PN = room_PN[: len(hidden_PD[rows])]
+            torch.mm(hidden_PD[rows], head_ND.T, out=logits_PN)
+            slope_PN = None if plan.softcap is None else _cap(logits_PN, plan.softcap)
             if inner_PR is not None:
-                logits_PN += inner_PR[rows] @ outer_NR.T
-            law = _law(plan.teacher, rows, plan.terms, plan.whole)
-            values, grad_PN, alpha_P = _value_and_grad(
-                logits_PN, labels_P[rows], weights_P[rows].float(), law, plan
-            )
-            sums += values
+                logits_PN.addmm_(inner_PR[rows], outer_NR.T)
+            values_PM, alpha_P = _values(logits_PN, labels_P[rows], rows, plan)
+            grad_PN, weight_P = logits_PN, weights_P[rows].float()
+            if plan.lengths is not None:
+                weight_P = plan.lengths(
+                    _hits(plan.lengths, values_PM[:, 0], alpha_P, labels_P[rows]), weight_P
+                )
+            sums += (values_PM * weight_P[:, None]).sum(0)
             if alpha_P is not None:
                 alphas.append(alpha_P)
             if inner_PR is not None:
                 assert grad_PR is not None and grad_NR is not None  # noqa: PT018
-                outer_PN = grad_PN.to(outer_NR.dtype)
-                grad_PR[rows] = outer_PN @ outer_NR
-                grad_NR += outer_PN.T @ inner_PR[rows]
-            if plan.softcap is not None:
-                grad_PN = grad_PN * slope_PN
-            grad_PD[rows] = grad_PN.to(head_ND.dtype) @ head_ND
+                grad_PR[rows] = (grad_PN @ outer_NR) * weight_P[:, None]
+                grad_NR += grad_PN.T @ (inner_PR[rows] * weight_P[:, None]).to(dtype)
+            if slope_PN is not None:
+                grad_PN.mul_(slope_PN)
+            grad_PD[rows] = (grad_PN @ head_ND) * weight_P[:, None]
         ctx.save_for_backward(grad_PD, grad_PR, grad_NR)
         scale = torch.tensor([getattr(plan.terms, name) for name in plan.names], device=sums.device)
         alpha_P = torch.cat(alphas) if alphas else sums.new_zeros(len(hidden_PD))
@@ -327,49 +352,75 @@ class _Chunked(torch.autograd.Function):
         return (*grads, *[None] * 4)
 
 
+def _cap(logits_PN: Tensor, softcap: float) -> Tensor:
+    """Soft-cap logits in place; returns the derivative."""
+    logits_PN.div_(softcap).tanh_()
+    slope_PN = 1 - logits_PN**2
+    logits_PN.mul_(softcap)
+    return slope_PN
+
+
+def _values(logits_PN: Tensor, labels_P: Tensor, rows: slice, plan: _Plan) -> tuple[Tensor, Tensor | None]:
+    """Each term at each position of a chunk and alpha; the logits become the gradient of the total.
+
+    On a CPU in pieces of a few rows, whose many passes stay in its cache.
+    """
+    teacher, teacher_PV = plan.teacher, None
+    if plan.terms.soft or plan.whole:
+        assert teacher is not None, "a soft term needs the target's law"
+        teacher_PV = teacher.logits(rows, plan.whole)
+    size = max(1, PIECE // logits_PN.shape[1]) if logits_PN.device.type == "cpu" else len(logits_PN)
+    values, alphas = [], []
+    for start in range(0, len(logits_PN), size):
+        piece = slice(start, start + size)
+        law = None if teacher_PV is None else teacher.law(teacher_PV[piece], plan.whole)
+        value_PM, alpha_P = _value_and_grad(logits_PN[piece], labels_P[piece], law, plan)
+        values.append(value_PM)
+        alphas.append(alpha_P)
+    return torch.cat(values), torch.cat(alphas) if plan.whole else None
+
+
 def _value_and_grad(
-    logits_PN: Tensor, labels_P: Tensor, weights_P: Tensor, law: Law | None, plan: _Plan
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Weighted sums of the terms, the gradient of their total (reusing the logits' memory), and alpha."""
-    terms = plan.terms
-    lse_P1 = logits_PN.logsumexp(-1, keepdim=True)
-    label_P1 = labels_P.clamp(min=0)[:, None]
-    ce_P = (lse_P1 - logits_PN.gather(1, label_P1)).squeeze(1)
-    logq_PN = logits_PN.sub_(lse_P1)
-    values, alpha_P = [ce_P], None
-    if law is None:
-        grad_PN = logq_PN.exp_().mul_(terms.ce)
+    logits_PN: Tensor, labels_P: Tensor, law: Law | None, plan: _Plan
+) -> tuple[Tensor, Tensor | None]:
+    """The same of one piece."""
+    terms, label_P1 = plan.terms, labels_P.clamp(min=0)[:, None]
+    x_PN = logits_PN.float()  # the same memory where they are fp32
+    x_PN.sub_(x_PN.amax(-1, keepdim=True))
+    label_logit_P1, kl_P1 = x_PN.gather(1, label_P1), None
+    if law is not None and (terms.kl > 0 or terms.hybrid > 0):
+        log_soft_PN = law.soft_PN.clamp(min=torch.finfo(torch.float32).tiny).log_()
+        kl_P1 = (log_soft_PN.sub_(x_PN).mul_(law.soft_PN)).sum(-1, keepdim=True)
+    mass_P1 = x_PN.exp_().sum(-1, keepdim=True)
+    log_mass_P1 = mass_P1.log()
+    found, alpha_P1 = {"ce": log_mass_P1 - label_logit_P1}, None
+    q_PN = x_PN.div_(mass_P1)
+    pull_P1 = torch.full_like(mass_P1, terms.kl)  # towards p~, as kl draws
+    if kl_P1 is not None:
+        found["kl"] = kl_P1 = kl_P1 + log_mass_P1
+    if law is not None and law.mass_P1 is not None:
+        p_PN = law.soft_PN if plan.teacher.kept_N is None else law.soft_PN * law.mass_P1
+        least_PN = torch.minimum(p_PN, q_PN)
+        alpha_P1 = least_PN.sum(-1, keepdim=True)
+        share_P1 = torch.exp(-HYBRID_RATE * alpha_P1)
+        bounded_P1 = alpha_P1.clamp(min=1e-9)
+        found["l1"] = 1 + law.mass_P1 - 2 * alpha_P1
+        found["nla"] = -bounded_P1.log()
+        if kl_P1 is not None:
+            found["hybrid"] = share_P1 * kl_P1 + (1 - share_P1) * (1 - alpha_P1)
+            pull_P1 += terms.hybrid * share_P1
+    if alpha_P1 is not None and terms.acceptance:
+        # The gradient of -alpha is -q (b - sum q b): l1 takes it twice.
+        fall_P1 = 2 * terms.l1 + terms.nla / bounded_P1 + terms.hybrid * (1 - share_P1)
+        below_PN = least_PN.lt_(p_PN).mul_(q_PN)  # q where q < p: the least is q
+        below_P1 = below_PN.sum(-1, keepdim=True)
+        q_PN.mul_(terms.ce + pull_P1 + fall_P1 * below_P1).addcmul_(below_PN, fall_P1, value=-1)
     else:
-        soft_PN, q_PN = law.soft_PN, logq_PN.exp()
-        kl_P = (torch.xlogy(soft_PN, soft_PN) - soft_PN * logq_PN).sum(-1)
-        values.append(kl_P)
-        pull_P1 = torch.full_like(lse_P1, terms.kl)
-        if law.mass_P1 is None:
-            grad_PN = (terms.ce + pull_P1) * q_PN - pull_P1 * soft_PN
-        else:
-            p_PN = soft_PN * law.mass_P1
-            alpha_P = torch.minimum(p_PN, q_PN).sum(-1)
-            share_P = torch.exp(-HYBRID_RATE * alpha_P)
-            values += [
-                (p_PN - q_PN).abs().sum(-1),
-                -alpha_P.clamp(min=1e-9).log(),
-                share_P * kl_P + (1 - share_P) * (1 - alpha_P),
-            ]
-            pull_P1 += terms.hybrid * share_P[:, None]
-            grad_PN = (terms.ce + pull_P1) * q_PN - pull_P1 * soft_PN
-            if terms.acceptance:
-                falls_P = terms.l1 + terms.nla / alpha_P.clamp(min=1e-9) + terms.hybrid * (1 - share_P)
-                grad_PN -= falls_P[:, None] * _centred(q_PN, q_PN < p_PN)  # by the gradient of alpha
-            if terms.l1 > 0:
-                grad_PN += terms.l1 * _centred(q_PN, q_PN > p_PN)
-    grad_PN.scatter_add_(1, label_P1, torch.full_like(label_P1, -terms.ce, dtype=grad_PN.dtype))
-    if plan.lengths is not None:
-        weights_P = plan.lengths(_hits(plan.lengths, ce_P, alpha_P, labels_P), weights_P)
-    sums = torch.stack([(value * weights_P).sum() for value in values])
-    return sums, grad_PN.mul_(weights_P[:, None]), alpha_P
-
-
-def _centred(q_PN: Tensor, chosen_PN: Tensor) -> Tensor:
-    """q (1[chosen] - sum q 1[chosen]): how the mass of the chosen tokens moves with the logits."""
-    mass_PN = q_PN * chosen_PN
-    return mass_PN - q_PN * mass_PN.sum(-1, keepdim=True)
+        q_PN.mul_(terms.ce + pull_P1)
+    if law is not None and kl_P1 is not None:
+        q_PN.addcmul_(law.soft_PN, pull_P1, value=-1)
+    q_PN.scatter_add_(1, label_P1, torch.full_like(label_logit_P1, -terms.ce))
+    if q_PN.data_ptr() != logits_PN.data_ptr():
+        logits_PN.copy_(q_PN)
+    value_PM = torch.cat([found[name] for name in plan.names], 1)
+    return value_PM, None if alpha_P1 is None else alpha_P1.squeeze(1)

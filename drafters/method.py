@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from drafters.layers import product
 from drafters.losses import LossWeights
+from drafters.ops import product_dtype
 from drafters.target import Target
 from drafters.types import Batch, Example, Loss, Proposal, States
 from drafters.vocab import DraftVocab
@@ -69,13 +70,13 @@ class Drafter(nn.Module):
 
     @property
     def head_ND(self) -> Tensor:
-        """The target's head over the draft vocabulary, in the drafter's dtype and on its device."""
+        """The target's head over the draft vocabulary, where and in what the drafter's products are."""
         like = next(self.parameters())
-        head = self._shared["head"]
-        if head is None or head.dtype != like.dtype or head.device != like.device:
+        head, dtype = self._shared["head"], product_dtype(like)
+        if head is None or head.dtype != dtype or head.device != like.device:
             weight_VD = self.target.head_weight_VD
             rows = weight_VD if self.vocab is None else weight_VD[self.vocab.kept_N.to(weight_VD.device)]
-            head = self._shared["head"] = rows.detach().to(like.device, like.dtype)
+            head = self._shared["head"] = rows.detach().to(like.device, dtype)
         return head
 
     def logits(self, hidden: Tensor) -> Tensor:
