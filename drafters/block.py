@@ -117,7 +117,7 @@ class BlockDrafter(Drafter):
 
     def __init__(self, config: BlockConfig, target: Target, vocab: DraftVocab | None = None) -> None:
         super().__init__(config, target, vocab)
-        self.shape = draft_shape(config, target)
+        self.shape = draft_shape(target, config.num_layers, config.sliding_window)
         size = self.shape.hidden_size
         self.fc = Linear(len(self.layer_ids) * target.hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, self.shape.rms_norm_eps)
@@ -307,28 +307,27 @@ def evenly_spaced(num: int, num_layers: int) -> list[int]:
     return ids
 
 
-def draft_shape(config: BlockConfig, target: Target) -> Qwen3Config:
-    """Sizes and rotary positions of a draft layer, taken from the target."""
+def draft_shape(target: Target, num_layers: int, sliding_window: int | None = None) -> Qwen3Config:
+    """Sizes and rotary positions of draft layers, taken from the target."""
     source = target.config
     rope = source.rope_parameters
     if "rope_type" not in rope:  # one set a layer type: a draft has only full or only sliding layers
-        rope = rope["full_attention" if config.sliding_window is None else "sliding_attention"]
+        rope = rope["full_attention" if sliding_window is None else "sliding_attention"]
     rope = {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
     return Qwen3Config(
         vocab_size=target.vocab_size,
         hidden_size=source.hidden_size,
         intermediate_size=source.intermediate_size,
-        num_hidden_layers=config.num_layers,
+        num_hidden_layers=num_layers,
         num_attention_heads=source.num_attention_heads,
         num_key_value_heads=source.num_key_value_heads,
         head_dim=vars(source).get("head_dim") or source.hidden_size // source.num_attention_heads,
         rms_norm_eps=source.rms_norm_eps,
         rope_parameters=rope,
         max_position_embeddings=source.max_position_embeddings,
-        sliding_window=config.sliding_window,
-        use_sliding_window=config.sliding_window is not None,
-        layer_types=["full_attention" if config.sliding_window is None else "sliding_attention"]
-        * config.num_layers,
+        sliding_window=sliding_window,
+        use_sliding_window=sliding_window is not None,
+        layer_types=["full_attention" if sliding_window is None else "sliding_attention"] * num_layers,
         tie_word_embeddings=False,
     )
 
@@ -381,16 +380,10 @@ def start_from_target(drafter: BlockDrafter) -> None:
     """
     config, target = drafter.config, drafter.target
     ids = config.init_layers or list(range(target.num_layers - config.num_layers, target.num_layers))
-    act = vars(target.config).get("hidden_act") or vars(target.config).get("hidden_activation")
-    if act != "silu":
-        raise ValueError(
-            f"method.init=target: the MLP of a draft layer is silu, that of {target.name} {act}; "
-            "use method.init=random"
-        )
     if len(ids) != config.num_layers:
         raise ValueError(f"method.init_layers={ids}: give {config.num_layers} layer ids, one a draft layer")
     for layer, k in zip(drafter.layers, target.check_layers(ids), strict=True):
-        _copy_layer(layer, target.layers[k], k)
+        copy_layer(layer, target, k)
     drafter.norm.weight.copy_(target.decoder.norm.weight)
     below = [i for i, k in enumerate(drafter.layer_ids) if k < ids[-1]]
     at = max(below, default=0) * target.hidden_size
@@ -399,7 +392,15 @@ def start_from_target(drafter: BlockDrafter) -> None:
     drafter.hidden_norm.weight.copy_(target.layers[ids[0]].get_parameter("input_layernorm.weight"))
 
 
-def _copy_layer(layer: ContextLayer, source: nn.Module, k: int) -> None:
+def copy_layer(layer: ContextLayer, target: Target, k: int) -> None:
+    """Give a draft layer the weights of decoder layer k. Errors as ``start_from_target``."""
+    act = vars(target.config).get("hidden_act") or vars(target.config).get("hidden_activation")
+    if act != "silu":
+        raise ValueError(
+            f"method.init=target: the MLP of a draft layer is silu, that of {target.name} {act}; "
+            "use method.init=random"
+        )
+    source = target.layers[k]
     theirs = dict(source.named_parameters())
     if extra := sorted(theirs.keys() - dict(layer.named_parameters()).keys()):
         raise ValueError(

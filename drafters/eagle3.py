@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 
-from drafters.block import BlockConfig, _copy_layer, draft_shape
+from drafters.block import copy_layer, draft_shape
 from drafters.layers import MLP, Attention, ContextLayer, Linear, RMSNorm, Rotary
 from drafters.losses import LossWeights
 from drafters.method import Drafter, MethodConfig, method
@@ -50,6 +50,7 @@ from drafters.target import Target
 from drafters.types import Batch, Loss, Proposal, States
 from drafters.vocab import DraftVocab
 
+USUAL_VOCAB = 32_000
 SPAN = 256  # anchors of one attention: bounds its scores, [H, 256, T]
 
 
@@ -58,7 +59,7 @@ class Eagle3Config(MethodConfig):
     """``method.*`` of EAGLE-3."""
 
     name: str = "eagle3"
-    draft_vocab: int | None = 32000  # the target's own where that is not larger
+    draft_vocab: int | None = 0  # 0: 32,000, or a sixth of a vocabulary below 65,536; null: the target's own
     unroll: int = 7  # steps of a chain in training: the largest N
     step_weight: float = 0.8  # step k counts step_weight ** k
     anchor_share: float = 1.0  # share of a document's possible anchors a training step looks at
@@ -88,6 +89,12 @@ class Eagle3Config(MethodConfig):
                 "method.fc_norm=true, method.norm_before_fc=true: kept states are normed one by one or all "
                 "together; set one of the two to false"
             )
+
+    def kept_tokens(self, vocab_size: int) -> int | None:
+        if self.draft_vocab == 0:
+            kept = USUAL_VOCAB if vocab_size >= 2**16 else vocab_size // 6
+            return kept if vocab_size > USUAL_VOCAB else None
+        return super().kept_tokens(vocab_size)
 
 
 class ChainLayer(nn.Module):
@@ -224,7 +231,7 @@ class Eagle3(Drafter):
 
     def __init__(self, config: Eagle3Config, target: Target, vocab: DraftVocab | None = None) -> None:
         super().__init__(config, target, vocab)
-        self.shape = draft_shape(BlockConfig(num_layers=1), target)
+        self.shape = draft_shape(target, num_layers=1)
         size, eps, num = self.shape.hidden_size, self.shape.rms_norm_eps, len(self.layer_ids)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(num * target.hidden_size, eps)
@@ -447,12 +454,6 @@ def start_from_target(drafter: Eagle3) -> None:
     Errors: ``ValueError`` for a layer that computes something else: ``init=random``.
     """
     target, size = drafter.target, drafter.target.hidden_size
-    act = vars(target.config).get("hidden_act") or vars(target.config).get("hidden_activation")
-    if act != "silu":
-        raise ValueError(
-            f"method.init=target: the MLP of a draft layer is silu, that of {target.name} {act}; "
-            "use method.init=random"
-        )
     source = target.layers[-1]
     if drafter.config.layer_type == "llama" and "self_attn.q_norm.weight" in dict(source.named_parameters()):
         raise ValueError(
@@ -460,7 +461,7 @@ def start_from_target(drafter: Eagle3) -> None:
             "method.layer_type=llama has not; use method.layer_type=qwen3 or method.init=random"
         )
     ordinary = ContextLayer(drafter.shape)
-    _copy_layer(ordinary, source, target.num_layers - 1)
+    copy_layer(ordinary, target, target.num_layers - 1)
     theirs = dict(ordinary.named_parameters())
     theirs["hidden_norm.weight"] = theirs.pop("input_layernorm.weight")
     for name, ours in drafter.layers[0].named_parameters():

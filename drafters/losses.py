@@ -370,13 +370,17 @@ def _values(logits_PN: Tensor, labels_P: Tensor, rows: slice, plan: _Plan) -> tu
         assert teacher is not None, "a soft term needs the target's law"
         teacher_PV = teacher.logits(rows, plan.whole)
     size = max(1, PIECE // logits_PN.shape[1]) if logits_PN.device.type == "cpu" else len(logits_PN)
-    values, alphas = [], []
+    values: list[Tensor] = []
+    alphas: list[Tensor] = []
     for start in range(0, len(logits_PN), size):
         piece = slice(start, start + size)
-        law = None if teacher_PV is None else teacher.law(teacher_PV[piece], plan.whole)
+        law = None
+        if teacher is not None and teacher_PV is not None:
+            law = teacher.law(teacher_PV[piece], plan.whole)
         value_PM, alpha_P = _value_and_grad(logits_PN[piece], labels_P[piece], law, plan)
         values.append(value_PM)
-        alphas.append(alpha_P)
+        if alpha_P is not None:
+            alphas.append(alpha_P)
     return torch.cat(values), torch.cat(alphas) if plan.whole else None
 
 
@@ -399,7 +403,8 @@ def _value_and_grad(
     if kl_P1 is not None:
         found["kl"] = kl_P1 = kl_P1 + log_mass_P1
     if law is not None and law.mass_P1 is not None:
-        p_PN = law.soft_PN if plan.teacher.kept_N is None else law.soft_PN * law.mass_P1
+        reduced = plan.teacher is not None and plan.teacher.kept_N is not None
+        p_PN = law.soft_PN * law.mass_P1 if reduced else law.soft_PN
         least_PN = torch.minimum(p_PN, q_PN)
         alpha_P1 = least_PN.sum(-1, keepdim=True)
         share_P1 = torch.exp(-HYBRID_RATE * alpha_P1)

@@ -33,8 +33,12 @@ class MethodConfig:
     loss: LossWeights = field(default_factory=LossWeights)
 
     def __post_init__(self) -> None:
-        if self.draft_vocab is not None and self.draft_vocab < 2:
+        if self.draft_vocab not in (None, type(self).draft_vocab) and self.draft_vocab < 2:
             raise ValueError(f"method.draft_vocab={self.draft_vocab}: give at least 2, or null for all")
+
+    def kept_tokens(self, vocab_size: int) -> int | None:
+        """Size of the draft vocabulary beside a target's; ``None`` where every token can be drafted."""
+        return self.draft_vocab if self.draft_vocab is not None and self.draft_vocab < vocab_size else None
 
     @property
     def needs_last(self) -> bool:

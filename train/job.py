@@ -80,12 +80,13 @@ def prepare(run: Run, directory: Path, loaded: Loaded) -> tuple[Job, checkpoint.
     """States, draft vocabulary, drafter, engine; restored from the newest checkpoint where there is one."""
     target, settings = loaded.target, run.method
     vocab = None
-    if settings.draft_vocab is not None and settings.draft_vocab < target.vocab_size:
+    kept = settings.kept_tokens(target.vocab_size)
+    if kept is not None:
         counts_V = vocabulary.count_tokens(
             (torch.tensor(e.ids)[torch.tensor(e.mask)] for e in loaded.train), target.vocab_size
         )
         usable = None if target.tokenizer is None else len(target.tokenizer)
-        vocab = vocabulary.choose(counts_V, settings.draft_vocab, target.stop_ids, usable)
+        vocab = vocabulary.choose(counts_V, kept, target.stop_ids, usable)
         print(f"draft vocabulary: {len(vocab)} tokens, {vocab.covers(counts_V):.2%} of the supervised ones")
     torch.manual_seed(run.seed)  # here, so that nothing before this changes what a drafter starts from
     drafter = build(settings, target, vocab).to(target.device)
