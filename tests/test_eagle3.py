@@ -772,7 +772,16 @@ def test_the_recipe_trains_exports_and_takes_the_whole_of_a_small_vocabulary(wor
     monkeypatch.chdir(tmp_path)
     settings = [text for text in runs.settings(workshop) if not text.startswith("method.")]
     run = runs.run_of(*settings, recipe="eagle3")
-    assert (run.method.name, run.method.unroll, run.method.draft_vocab) == ("eagle3", 7, 8192)
+    assert (run.method.name, run.method.unroll) == ("eagle3", 7)
     directory = run_training(replace(run), "eagle3")
     found = config_of(directory / "drafter")
     assert (found["speculators_model_type"], found["draft_vocab_size"]) == ("eagle3", 265)
+
+
+@pytest.mark.parametrize(
+    ("size", "kept"), [(265, None), (32_000, None), (49_152, 8192), (128_256, 32_000), (262_144, 32_000)]
+)
+def test_the_draft_vocabulary_follows_the_size_of_the_targets(size, kept):
+    assert Eagle3Config().kept_tokens(size) == kept
+    assert Eagle3Config(draft_vocab=None).kept_tokens(size) is None
+    assert Eagle3Config(draft_vocab=100).kept_tokens(size) == 100
