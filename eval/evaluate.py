@@ -160,6 +160,7 @@ def evaluate(
         max_n=max(ns),
         seed=seed,
         target=target.name,
+        target_signature=target.signature,
         method=drafter.config.name,
         temperature=settings.temperature,
         drafts=settings.drafts,
@@ -176,10 +177,8 @@ def _replayed(
     with tqdm(total=len(held), unit="answer", desc="replay", mininterval=1) as bar:
         for path in paths(target, held, drafter.layer_ids, temperature=settings.temperature):
             (by_n,) = score(drafter, [path], ns, drafts=settings.drafts)
-            name = path.example.name
-            out.append(
-                Scored(name, path.example.domain, by_n, int(path.off_path), path.margin, loops(path.tokens))
-            )
+            looping, odd = loops(path.tokens), int(path.off_path)
+            out.append(_scored(path.example, by_n, off_path=odd, margin=path.margin, loops=looping))
             bar.update()
     return out
 
@@ -191,15 +190,16 @@ def _rolled_out(target: Target, drafter: Drafter, held: Sequence[Example], ns: l
             rollout(target, drafter, held, n), total=len(held), desc=f"rollout N={n}"
         ):
             stored = example.ids[example.mask.index(True) :]
-            new = Scored(
-                example.name,
-                example.domain,
-                {},
-                int(answer.tokens != stored),
-                loops=loops(answer.tokens),
-            )
+            odd = int(answer.tokens != stored)
+            new = _scored(example, {}, off_path=odd, loops=loops(answer.tokens))
             by_name.setdefault(example.name, new).by_n[n] = counts
     return list(by_name.values())
+
+
+def _scored(example: Example, by_n: dict[int, Counts], **odd: Any) -> Scored:
+    prompt = json.dumps(example.ids[: example.mask.index(True)])
+    asked = hashlib.sha256(prompt.encode()).hexdigest()[:16]
+    return Scored(example.name, example.domain, by_n, prompt=asked, **odd)
 
 
 def _by_conversation(scored: Sequence[Scored]) -> list[Scored]:
@@ -219,4 +219,5 @@ def _joined(name: str, turns: list[Scored]) -> Scored:
         sum(turn.off_path for turn in turns),
         min((turn.margin for turn in turns if turn.margin is not None), default=None),
         any(turn.loops for turn in turns),
+        turns[0].prompt,
     )

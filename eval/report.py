@@ -1,4 +1,7 @@
-"""What an evaluation leaves behind: report.json (other programs read it), pictures, report.html."""
+"""What an evaluation leaves behind: report.json (other programs read it), pictures, report.html.
+
+``rows.jsonl`` holds the counts of each conversation, which runs are compared by (eval/compare.py).
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,22 @@ import base64
 import html
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import yaml
 
+from data.sources import BUNDLED
 from drafters.files import replace_file
 from eval.replay import Counts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SCHEMA_VERSION = 1
 COUNTING = {"bonus": True, "pooled": True, "eos_rounds": "accepted tokens only"}
@@ -27,7 +35,7 @@ class Scored:
     """One conversation of a domain: its counts by N, and what was odd about it.
 
     ``off_path`` counts its answers that are not the target's own; ``margin`` is the smallest top-2
-    margin along them, ``None`` where it was not looked at.
+    margin along them, ``None`` where it was not looked at. ``prompt`` is a hash of what was asked.
     """
 
     name: str
@@ -36,16 +44,26 @@ class Scored:
     off_path: int = 0
     margin: float | None = None
     loops: bool = False
+    prompt: str = ""
 
 
 def bootstrap(counts: Sequence[Counts], *, seed: int = 0, samples: int = 2000) -> list[float]:
     """95 % interval of the pooled tau, resampling whole conversations."""
+    return interval(resampled(counts, seed=seed, samples=samples))
+
+
+def resampled(counts: Sequence[Counts], *, seed: int, samples: int = 2000) -> np.ndarray:
+    """Pooled taus of resamples; one seed picks the same places of every list of one length (pairs)."""
     tokens, rounds = (
         np.array([getattr(c, key) for c in counts], dtype=float) for key in ("tokens", "rounds")
     )
     picks = np.random.default_rng(seed).integers(0, len(counts), (samples, len(counts)))
-    taus = tokens[picks].sum(1) / np.maximum(rounds[picks].sum(1), 1)
-    return [round(float(x), 4) for x in np.quantile(taus, [0.025, 0.975])]
+    return tokens[picks].sum(1) / np.maximum(rounds[picks].sum(1), 1)
+
+
+def interval(values: np.ndarray) -> list[float]:
+    """What 95 % of the values lie between."""
+    return [round(float(x), 4) for x in np.quantile(values, [0.025, 0.975])]
 
 
 def summarise(scored: Sequence[Scored], max_n: int, seed: int) -> dict[str, Any]:
@@ -68,7 +86,8 @@ def summarise(scored: Sequence[Scored], max_n: int, seed: int) -> dict[str, Any]
 def build(scored: Sequence[Scored], *, max_n: int, seed: int, **facts: Any) -> dict[str, Any]:
     """The whole report; ``facts`` are target, drafter, method, temperature, mode and dtype.
 
-    Errors: ``ValueError`` when no conversation could be scored.
+    Its ``conversations`` go to a file of their own (``write``). Errors: ``ValueError`` when no
+    conversation could be scored.
     """
     off_path = sum(s.off_path for s in scored)
     margins = [s.margin for s in scored if s.margin is not None]
@@ -90,7 +109,21 @@ def build(scored: Sequence[Scored], *, max_n: int, seed: int, **facts: Any) -> d
         "off_path": off_path,
         "min_margin": min(margins, default=None),
         "counting": COUNTING,
+        "conversations": [_row(one) for one in scored],
     }
+
+
+def _row(one: Scored) -> dict[str, Any]:
+    by_n = {
+        str(n): {"rounds": c.rounds, "tokens": c.tokens, "survived": c.survived} for n, c in one.by_n.items()
+    }
+    return {"name": one.name, "domain": one.domain, "prompt": one.prompt, "loops": one.loops, "by_n": by_n}
+
+
+def from_row(row: Mapping[str, Any]) -> Scored:
+    """A line of ``rows.jsonl`` read back; what was odd about its path is not kept."""
+    by_n = {int(n): Counts(int(n), **counts) for n, counts in row["by_n"].items()}
+    return Scored(row["name"], row["domain"], by_n, loops=row["loops"], prompt=row["prompt"])
 
 
 def loops(tokens: Sequence[int], *, least: int = 60, longest_period: int = 30) -> bool:
@@ -117,9 +150,15 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def write(report: Mapping[str, Any], directory: Path) -> None:
-    """``report.json``, ``acceptance.png`` and ``report.html`` (opens offline), each renamed into place."""
+    """``report.json``, ``rows.jsonl``, ``acceptance.png`` and ``report.html`` (opens offline).
+
+    Each is renamed into place.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    rows = "".join(json.dumps(row) + "\n" for row in report["conversations"])
+    report = {key: value for key, value in report.items() if key != "conversations"}
     picture = draw(report)
+    replace_file(directory / "rows.jsonl", rows.encode())
     replace_file(directory / "report.json", json.dumps(report, indent=2).encode())
     replace_file(directory / "acceptance.png", picture)
     replace_file(directory / "report.html", _page(report, picture).encode())
@@ -149,15 +188,17 @@ def draw(report: Mapping[str, Any]) -> bytes:
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()
+    return as_png(figure)
+
+
+def as_png(figure: Figure) -> bytes:
+    """A figure as the bytes of a picture."""
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110)
     return out.getvalue()
 
 
 def _page(report: Mapping[str, Any], picture: bytes) -> str:
-    def cells(row: Sequence[object], tag: str = "td") -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in row) + "</tr>"
-
     def line(name: str, row: Mapping[str, Any]) -> list[object]:
         counts = [row[key] for key in ("prompts", "rounds", "tokens", "tau")]
         curves = ["  ".join(f"{x:.3f}" for x in row[key]) for key in ("survival", "conditional")]
@@ -165,17 +206,57 @@ def _page(report: Mapping[str, Any], picture: bytes) -> str:
 
     head = ["domain", "prompts", "rounds", "tokens", "tau", "95 % interval", "loops", "survival"]
     rows = [line(*pair) for pair in [*report["domains"].items(), ("overall", report["overall"])]]
-    facts = [(k, v) for k, v in report.items() if k not in ("domains", "overall")]
-    image = base64.b64encode(picture).decode()
+    facts = [(key, value) for key, value in report.items() if key not in ("domains", "overall")]
+    return page(
+        f"Acceptance of {report['drafter']}",
+        "<h1>Acceptance by domain</h1>",
+        f"<p>{READ_AS}</p>",
+        html_table([*head, "conditional"], rows),
+        image(picture, "tau over N, and survival over position"),
+        html_table([], facts),
+    )
+
+
+READ_AS = (
+    "tau is the number of tokens committed per target pass, the bonus token included, pooled over rounds.\n"
+    "Survival at k is the share of rounds in which drafts 1 to k were all accepted."
+)
+
+
+def page(title: str, *parts: str) -> str:
+    """A page that opens offline, of parts that are HTML already."""
     return f"""<!doctype html><html lang="en"><meta charset="utf-8">
-<title>Acceptance of {html.escape(str(report["drafter"]))}</title>
+<title>{html.escape(title)}</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222}}
 table{{border-collapse:collapse;margin:1rem 0}}
 td,th{{border-bottom:1px solid #ddd;padding:.3rem .7rem;text-align:left;font-variant-numeric:tabular-nums}}
 img{{max-width:100%}}</style>
-<h1>Acceptance by domain</h1>
-<p>tau is the number of tokens committed per target pass, the bonus token included, pooled over rounds.
-Survival at k is the share of rounds in which drafts 1 to k were all accepted.</p>
-<table>{cells([*head, "conditional"], "th")}{"".join(cells(row) for row in rows)}</table>
-<img alt="tau over N, and survival over position" src="data:image/png;base64,{image}">
-<table>{"".join(cells(fact) for fact in facts)}</table></html>"""
+{chr(10).join(parts)}</html>"""
+
+
+def html_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Rows of plain text as a table; without a head where that is empty."""
+
+    def cells(row: Sequence[object], tag: str = "td") -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in row) + "</tr>"
+
+    return f"<table>{cells(head, 'th') if head else ''}{''.join(map(cells, rows))}</table>"
+
+
+def image(picture: bytes, alt: str) -> str:
+    """A picture that stands in the page itself."""
+    inline = base64.b64encode(picture).decode()
+    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{inline}">'
+
+
+def beside(directory: Path, data: str) -> Path:
+    """The report folder of the run that a drafter directory belongs to, else one here.
+
+    ``report/`` is of the file that the run itself held out; others get a folder of their name.
+    """
+    run = directory.resolve().parent
+    if not (run / "recipe.yaml").exists():
+        return Path(f"report-{directory.resolve().name}")
+    trained = yaml.safe_load((run / "recipe.yaml").read_text())["settings"]["data"]
+    own = trained["eval_path"] or (BUNDLED if trained["path"] == BUNDLED else None)
+    return run / ("report" if data == own else f"report-{Path(data).name.split('.')[0]}")

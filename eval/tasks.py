@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from data.examples import renderer
-from data.sources import BUNDLED
 from drafters import checkpoint
 from drafters.method import Drafter
-from drafters.target import Target, load
+from drafters.target import EMBEDDED, Target, load
 from drafters.types import Example
-from eval import calibrate, report
+from eval import calibrate, compare, report
 from eval.evaluate import evaluate, held_out, numbers_of_drafts
 from eval.replay import paths
+from eval.runs import check_comparable, common_ns, load_runs
 
 if TYPE_CHECKING:
     from recipes.schema import Run
@@ -45,7 +43,7 @@ def _opened(run: Run) -> tuple[Path, Target, Drafter, list[Example], Path]:
         raise ValueError("drafter: name a drafter directory, for example drafter=runs/demo/drafter")
     directory = Path(run.drafter)
     hardware = checkpoint.hardware_for(directory, run.hardware)
-    out = Path(run.out) if run.out else _beside(directory, run.data.path)
+    out = Path(run.out) if run.out else report.beside(directory, run.data.path)
     target = load(run.target, hardware)
     drafter = checkpoint.read(directory, target)
     numbers_of_drafts(run.eval, drafter)  # refused before the target answers anything
@@ -54,14 +52,20 @@ def _opened(run: Run) -> tuple[Path, Target, Drafter, list[Example], Path]:
     return directory, target, drafter, held, out
 
 
-def _beside(directory: Path, data: str) -> Path:
-    """A folder of the run that the drafter belongs to, else one here.
+def compare_runs(run: Run) -> None:
+    """Lay the reports of ``runs=[...]`` side by side; compare.json and compare.html go to ``out=``.
 
-    ``report/`` is of the file that the run itself held out; others get a folder of their name.
+    Without ``data.path=`` these are the reports on what each run held out. ``target=`` says where the target
+    is that costs are measured with; without it, the one that the first run names.
     """
-    run = directory.resolve().parent
-    if not (run / "recipe.yaml").exists():
-        return Path(f"report-{directory.resolve().name}")
-    trained = yaml.safe_load((run / "recipe.yaml").read_text())["settings"]["data"]
-    own = trained["eval_path"] or (BUNDLED if trained["path"] == BUNDLED else None)
-    return run / ("report" if data == own else f"report-{Path(data).name.split('.')[0]}")
+    found = load_runs(run.runs or [], run.data.path)
+    check_comparable(found, run.data.path)
+    first = found[0]
+    name = first.record["settings"]["target"] if run.target == EMBEDDED else run.target
+    target = load(name, checkpoint.hardware_for(first.drafter, run.hardware))
+    costs = [compare.measure(target, one, common_ns(found)) for one in found]
+    result = compare.build(found, costs, run.seed)
+    out = Path(run.out or "compare")
+    compare.write(result, out)
+    print(compare.table(result))
+    print(f"comparison: {out / 'compare.html'}")

@@ -14,7 +14,7 @@ from drafters.types import Example
 from eval import evaluate as module
 from eval.evaluate import EvalConfig, evaluate
 from eval.replay import paths, score
-from eval.tasks import _beside
+from eval.report import beside
 from tests import tiny
 from tests.commands import CPU, command, refusal
 
@@ -149,7 +149,7 @@ def test_without_a_place_the_report_goes_beside_the_drafter_of_a_run(asked, targ
 def test_only_the_rows_that_a_run_held_out_are_its_report(tmp_path, path, eval_path, scored, name):
     data = json.dumps({"path": path, "eval_path": eval_path})
     (tmp_path / "recipe.yaml").write_text(f"settings: {{data: {data}}}\n")
-    assert _beside(tmp_path / "drafter", scored) == tmp_path / name
+    assert beside(tmp_path / "drafter", scored) == tmp_path / name
 
 
 def test_without_a_run_the_report_goes_to_a_folder_named_after_the_drafter(asked, tmp_path):

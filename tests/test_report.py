@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
 from eval.evaluate import _by_conversation
 from eval.replay import Counts
-from eval.report import Scored, bootstrap, build, loops, replace_file, table, write
+from eval.report import (
+    Scored,
+    bootstrap,
+    build,
+    from_row,
+    interval,
+    loops,
+    replace_file,
+    resampled,
+    table,
+    write,
+)
 
 FACTS = {
     "target": "tiny",
@@ -148,6 +160,13 @@ def test_the_interval_holds_tau_and_narrows_with_more_conversations():
     assert few[0] < many[0] < tau < many[1] < few[1]
 
 
+def test_equal_places_of_two_lists_are_resampled_together():
+    some = [counts([i % 3, 1]) for i in range(6)]
+    same = resampled(some, seed=1) - resampled(some, seed=1)
+    assert interval(same) == [0.0, 0.0]
+    assert interval(resampled(some, seed=1) - resampled(some[::-1], seed=1)) != [0.0, 0.0]
+
+
 # Loops ----------------------------------------------------------------------------------------------
 
 
@@ -188,8 +207,9 @@ class Resources(HTMLParser):
 def test_the_files_are_written_whole_and_the_page_opens_offline(report, tmp_path):
     write(report, tmp_path / "new" / "report")
     files = {path.name: path for path in (tmp_path / "new" / "report").iterdir()}
-    assert sorted(files) == ["acceptance.png", "report.html", "report.json"]
-    assert json.loads(files["report.json"].read_text()) == report
+    assert sorted(files) == ["acceptance.png", "report.html", "report.json", "rows.jsonl"]
+    rows = [json.loads(line) for line in files["rows.jsonl"].read_text().splitlines()]
+    assert {**json.loads(files["report.json"].read_text()), "conversations": rows} == report
     assert files["acceptance.png"].read_bytes().startswith(b"\x89PNG")
     page = files["report.html"].read_text()
     assert "http://" not in page
@@ -215,6 +235,12 @@ def test_the_table_has_a_line_a_domain_and_one_for_all(report):
     assert [line.split()[0] for line in lines] == ["domain", "math", "code", "overall"]
     assert "2.250" in lines[1]
     assert "0.750 0.500" in lines[1]
+
+
+def test_the_counts_of_a_conversation_are_read_back():
+    one = scored("a", "math", [2, 0, 1], margin=0.5, prompt="abc", loops=True)
+    (row,) = build([one], max_n=2, seed=0, **FACTS)["conversations"]
+    assert from_row(json.loads(json.dumps(row))) == replace(one, margin=None)
 
 
 def test_a_report_without_margins_is_drawn_too(tmp_path):

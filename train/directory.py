@@ -118,6 +118,7 @@ def settings_of(run: Run) -> dict[str, Any]:
         "task",
         "run",
         "overwrite",
+        "runs",
         "out",
         "prompt",
         "prompt_file",
