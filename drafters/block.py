@@ -32,8 +32,16 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from drafters.layers import Blocks, ContextLayer, Linear, RMSNorm, Rotary
-from drafters.method import Drafter, MethodConfig
-from drafters.ops import Span, context_mask, decay_weights, document_spans, sample_anchors, valid_anchors
+from drafters.method import Drafter, MethodConfig, check_lengths
+from drafters.ops import (
+    Span,
+    context_mask,
+    decay_weights,
+    document_spans,
+    draw_length,
+    sample_anchors,
+    valid_anchors,
+)
 from drafters.target import Target
 from drafters.types import Batch, Proposal, States
 from drafters.vocab import DraftVocab
@@ -62,11 +70,7 @@ class BlockConfig(MethodConfig):
             raise ValueError(f"method.block_size={self.block_size}: this layout needs at least {least}")
         if not 0 < self.anchor_share <= 1:
             raise ValueError(f"method.anchor_share={self.anchor_share}: give a share above 0, at most 1")
-        if self.lengths is not None and not all(1 <= n <= self.max_drafts for n in self.lengths or [0]):
-            raise ValueError(
-                f"method.lengths={self.lengths}: give lengths from 1 to {self.max_drafts} drafts; one that "
-                "stands there twice is drawn twice as often"
-            )
+        check_lengths(self.lengths, self.max_drafts)
         if self.init not in ("target", "random"):
             raise ValueError(f"method.init={self.init}: write target or random")
         for name in ("num_layers", "num_states", "sliding_window"):
@@ -240,8 +244,7 @@ class BlockDrafter(Drafter):
         A shorter block leaves room for more anchors: a pass looks at the same number of slots.
         """
         most = self.config.max_drafts
-        lengths = self.config.lengths or [most]
-        num = lengths[int(torch.randint(len(lengths), (1,), generator=generator))]
+        num = draw_length(self.config.lengths or [most], generator)
         share = min(1.0, self.config.anchor_share * self.slots(most) / self.slots(num))
         valid_BT = valid_anchors(batch.mask_BT, batch.doc_BT)
         anchors_A = sample_anchors(valid_BT, batch.doc_BT, share, generator)
@@ -307,8 +310,10 @@ def evenly_spaced(num: int, num_layers: int) -> list[int]:
     return ids
 
 
-def draft_shape(target: Target, num_layers: int, sliding_window: int | None = None) -> Qwen3Config:
-    """Sizes and rotary positions of draft layers, taken from the target."""
+def draft_shape(
+    target: Target, num_layers: int, sliding_window: int | None = None, kv_heads: int | None = None
+) -> Qwen3Config:
+    """Sizes and rotary positions of draft layers, taken from the target; key and value heads where given."""
     source = target.config
     rope = source.rope_parameters
     if "rope_type" not in rope:  # one set a layer type: a draft has only full or only sliding layers
@@ -320,7 +325,7 @@ def draft_shape(target: Target, num_layers: int, sliding_window: int | None = No
         intermediate_size=source.intermediate_size,
         num_hidden_layers=num_layers,
         num_attention_heads=source.num_attention_heads,
-        num_key_value_heads=source.num_key_value_heads,
+        num_key_value_heads=kv_heads or source.num_key_value_heads,
         head_dim=vars(source).get("head_dim") or source.hidden_size // source.num_attention_heads,
         rms_norm_eps=source.rms_norm_eps,
         rope_parameters=rope,

@@ -36,12 +36,13 @@ from transformers import Qwen3Config
 from drafters.block import copy_layer, draft_shape
 from drafters.layers import MLP, Attention, ContextLayer, Linear, RMSNorm, Rotary
 from drafters.losses import LossWeights
-from drafters.method import Drafter, MethodConfig, method
+from drafters.method import Drafter, MethodConfig, check_lengths, method
 from drafters.objective import objective, weighted_labels
 from drafters.ops import (
     Span,
     block_labels,
     document_spans,
+    draw_length,
     previous_tokens,
     sample_anchors,
     valid_anchors,
@@ -62,7 +63,9 @@ class Eagle3Config(MethodConfig):
     draft_vocab: int | None = 0  # 0: 32,000, or a sixth of a vocabulary below 65,536; null: the target's own
     unroll: int = 7  # steps of a chain in training: the largest N
     step_weight: float = 0.8  # step k counts step_weight ** k
-    anchor_share: float = 1.0  # share of a document's possible anchors a training step looks at
+    anchor_share: float = 1.0  # share of a document's possible anchors that a full unroll looks at
+    lengths: list[int] | None = None  # steps a chain is trained for, drawn alike; None: always all
+    kv_heads: int | None = None  # key and value heads; None: as many as the target has
     layer_type: str = "qwen3"  # qwen3: norms on queries and keys; llama: none, and for vLLM three states
     norm_before_residual: bool = False  # the residual of a step is hidden_norm(h), not h
     norm_before_fc: bool = False  # one norm over all kept states before fc
@@ -81,6 +84,11 @@ class Eagle3Config(MethodConfig):
             )
         if not 0 < self.anchor_share <= 1:
             raise ValueError(f"method.anchor_share={self.anchor_share}: give a share above 0, at most 1")
+        check_lengths(self.lengths, self.unroll)
+        if self.kv_heads is not None and self.kv_heads < 1:
+            raise ValueError(
+                f"method.kv_heads={self.kv_heads}: give at least 1, or null for the target's number"
+            )
         for name, choices in (("layer_type", ("qwen3", "llama")), ("init", ("target", "random"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"method.{name}={getattr(self, name)}: write {' or '.join(choices)}")
@@ -231,7 +239,7 @@ class Eagle3(Drafter):
 
     def __init__(self, config: Eagle3Config, target: Target, vocab: DraftVocab | None = None) -> None:
         super().__init__(config, target, vocab)
-        self.shape = draft_shape(target, num_layers=1)
+        self.shape = draft_shape(target, num_layers=1, kv_heads=check_kv_heads(config.kv_heads, target))
         size, eps, num = self.shape.hidden_size, self.shape.rms_norm_eps, len(self.layer_ids)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(num * target.hidden_size, eps)
@@ -308,8 +316,11 @@ class Eagle3(Drafter):
 
     def place(self, batch: Batch, generator: torch.Generator) -> Batch:
         valid_BT = valid_anchors(batch.mask_BT, batch.doc_BT) & (batch.position_BT > 0)
-        anchors_A = sample_anchors(valid_BT, batch.doc_BT, self.config.anchor_share, generator)
-        batch = replace(batch, anchors_A=anchors_A, num_drafts=self.config.unroll)
+        most = self.config.unroll
+        num = draw_length(self.config.lengths or [most], generator)
+        share = min(1.0, self.config.anchor_share * most / num)  # as many steps for shorter chains
+        anchors_A = sample_anchors(valid_BT, batch.doc_BT, share, generator)
+        batch = replace(batch, anchors_A=anchors_A, num_drafts=num)
         return replace(batch, count=float(weighted_labels(self, batch, self.weights_K)[1].sum()))
 
     def weights_K(self, num: int) -> Tensor:
@@ -412,6 +423,7 @@ class Eagle3(Drafter):
         return Eagle3Config(
             unroll=proposal["speculative_tokens"],
             layer_type=found["transformer_layer_config"]["model_type"],
+            kv_heads=found["transformer_layer_config"]["num_key_value_heads"],
             init="random",
             **{name: found[name] for name in FLAGS},
         )
@@ -439,6 +451,17 @@ class Eagle3(Drafter):
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
+def check_kv_heads(kv_heads: int | None, target: Target) -> int | None:
+    """``ValueError`` for a number of key and value heads that the target's heads cannot share."""
+    if kv_heads is None:
+        return None
+    heads, theirs = target.config.num_attention_heads, target.config.num_key_value_heads
+    if heads % kv_heads or kv_heads % theirs:
+        fitting = [n for n in range(theirs, heads + 1) if heads % n == 0 and n % theirs == 0]
+        raise ValueError(f"method.kv_heads={kv_heads}: give one of {fitting} for a target of {heads} heads")
+    return kv_heads
+
+
 def sample(logits_AN: Tensor, uniforms_A: Tensor) -> Tensor:
     """A draw of each row's law by its uniform in [0, 1)."""
     cumulative_AN = logits_AN.float().softmax(-1).double().cumsum(-1)
@@ -460,9 +483,13 @@ def start_from_target(drafter: Eagle3) -> None:
             f"method.init=target: {type(source).__name__} has self_attn.q_norm, which a layer of "
             "method.layer_type=llama has not; use method.layer_type=qwen3 or method.init=random"
         )
-    ordinary = ContextLayer(drafter.shape)
+    ordinary = ContextLayer(draft_shape(target, num_layers=1))
     copy_layer(ordinary, target, target.num_layers - 1)
-    theirs = dict(ordinary.named_parameters())
+    theirs: dict[str, Tensor] = dict(ordinary.named_parameters())
+    heads = ordinary.self_attn.kv_heads
+    for name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):  # more heads start as copies
+        by_head = theirs[name].unflatten(0, (heads, -1))
+        theirs[name] = by_head.repeat_interleave(drafter.shape.num_key_value_heads // heads, 0).flatten(0, 1)
     theirs["hidden_norm.weight"] = theirs.pop("input_layernorm.weight")
     for name, ours in drafter.layers[0].named_parameters():
         if name == "input_layernorm.weight":  # of the embedding: nothing of the target's

@@ -179,6 +179,15 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
 
+def check_lengths(lengths: list[int] | None, most: int) -> None:
+    """``ValueError`` for lengths of drafts that training cannot ask for."""
+    if lengths is not None and not all(1 <= n <= most for n in lengths or [0]):
+        raise ValueError(
+            f"method.lengths={lengths}: give lengths from 1 to {most} drafts; one that stands there twice is "
+            "drawn twice as often"
+        )
+
+
 METHODS: dict[str, type[Drafter]] = {}
 
 

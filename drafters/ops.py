@@ -43,6 +43,11 @@ def sample_anchors(valid_BT: Tensor, doc_BT: Tensor, share: float, generator: to
     return shuffled[rank < wanted].sort().values
 
 
+def draw_length(lengths: list[int], generator: torch.Generator) -> int:
+    """One of the lengths, each as likely as it stands there."""
+    return lengths[int(torch.randint(len(lengths), (1,), generator=generator))]
+
+
 def block_labels(
     tokens_BT: Tensor, mask_BT: Tensor, doc_BT: Tensor, anchors_A: Tensor, num: int
 ) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,7 @@ KINDS = {
     "norms_before_fc_and_output": {"fc_norm": True, "norm_output": True},
     "reduced_vocabulary": {"draft_vocab": 60},
     "two_states": {"layer_ids": [0, 2], "unroll": 3},
+    "more_heads": {"kv_heads": 4},
 }
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 BORDERS = [0, 17, 26, 52]  # of the three documents of a pack
@@ -118,7 +119,8 @@ def naive(drafter: Drafter, batch: Batch, num: int) -> Tensor:
     """Logits ``[T, K, N]`` of the teacher-forced unroll; row i is the chain of pair i, of anchor i + 1."""
     w, flags, eps = dict(drafter.named_parameters()), drafter.config, 1e-6
     of, (tokens_T,), (doc_T,) = drafter.target.config, batch.tokens_BT, batch.doc_BT
-    size, heads, kv, length = of.head_dim, of.num_attention_heads, of.num_key_value_heads, len(tokens_T)
+    size, heads, length = of.head_dim, of.num_attention_heads, len(tokens_T)
+    kv = flags.kv_heads or of.num_key_value_heads
 
     def norm(x, name):
         return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * w[name] if name in w else x
@@ -503,21 +505,40 @@ def random_qwen3() -> Target:
     return Target(Qwen3ForCausalLM(config), None, "qwen3")
 
 
+@pytest.mark.parametrize("kv_heads", [None, 4])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @torch.no_grad()
-def test_a_fresh_drafter_computes_the_targets_last_layer(target, family):
+def test_a_fresh_drafter_computes_the_targets_last_layer(target, family, kv_heads):
     """It reads layer 2 of 4 alone, so its first step gives the law of the token it was given."""
     of = target if family == "llama" else random_qwen3()
     for parameter in of.model.parameters():
         if parameter.dim() == 1:
             parameter.uniform_(0.5, 1.5)
-    drafter = build(Eagle3Config(layer_type=family, layer_ids=[2]), of)
+    drafter = build(Eagle3Config(layer_type=family, layer_ids=[2], kv_heads=kv_heads), of)
     batch, anchors_A = packed(drafter, documents()), inner_anchors()
     want = of.head(batch.states.last_BTD[0, anchors_A - 1])
     assert difference(drafter.draft_logits(batch, anchors_A, 1)[:, 0], want) <= 1e-5
     mine = dict(drafter.layers[0].named_parameters())
     theirs = dict(of.layers[-1].named_parameters())
     assert all(mine[n].data_ptr() != theirs[n].data_ptr() for n in theirs if n in mine)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3, 8])
+def test_heads_that_cannot_be_shared_are_refused_with_those_that_can(target, kv_heads):
+    with pytest.raises(ValueError, match=rf"method.kv_heads={kv_heads}: give one of \[2, 4\]"):
+        build(Eagle3Config(kv_heads=kv_heads), target)
+
+
+def test_shorter_chains_leave_room_for_more_anchors(target):
+    drafter = make(target, lengths=[1, 1, 7, 1], anchor_share=0.1)
+    batch, generator = packed(drafter, [tiny.example(49, 8)]), torch.Generator().manual_seed(0)
+    drawn = [drafter.place(batch, generator) for _ in range(200)]
+    by_length = {num: [p for p in drawn if p.num_drafts == num] for num in (1, 7)}
+    assert len(by_length[1]) + len(by_length[7]) == 200
+    assert 130 < len(by_length[1]) < 170
+    assert {len(p.anchors_A) for p in by_length[7]} == {4}
+    assert {len(p.anchors_A) for p in by_length[1]} == {28}  # of 40, a share of 0.7
+    assert by_length[1][0].count == 28
 
 
 def test_a_qwen3_drafter_of_a_llama_target_starts_with_norms_at_the_scale_of_its_projections(target):
@@ -745,7 +766,7 @@ def test_a_drafter_with_the_vocabulary_maps_of_another_target_is_refused(target,
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"unroll": 0}, {"step_weight": 0.0}, {"step_weight": 1.5}, {"anchor_share": 0.0},
+        {"lengths": [8]}, {"lengths": []}, {"kv_heads": 0}, {"unroll": 0}, {"step_weight": 0.0}, {"step_weight": 1.5}, {"anchor_share": 0.0},
         {"anchor_share": 1.5}, {"layer_type": "gemma"}, {"init": "copy"}, {"draft_vocab": 1},
         {"fc_norm": True, "norm_before_fc": True},
     ],
