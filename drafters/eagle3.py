@@ -487,9 +487,10 @@ def start_from_target(drafter: Eagle3) -> None:
     copy_layer(ordinary, target, target.num_layers - 1)
     theirs: dict[str, Tensor] = dict(ordinary.named_parameters())
     heads = ordinary.self_attn.kv_heads
+    copies = drafter.layers[0].self_attn.kv_heads // heads
     for name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):  # more heads start as copies
         by_head = theirs[name].unflatten(0, (heads, -1))
-        theirs[name] = by_head.repeat_interleave(drafter.shape.num_key_value_heads // heads, 0).flatten(0, 1)
+        theirs[name] = by_head.repeat_interleave(copies, 0).flatten(0, 1)
     theirs["hidden_norm.weight"] = theirs.pop("input_layernorm.weight")
     for name, ours in drafter.layers[0].named_parameters():
         if name == "input_layernorm.weight":  # of the embedding: nothing of the target's

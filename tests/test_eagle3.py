@@ -663,6 +663,8 @@ def test_tensors_and_keys_are_those_of_the_speculators_scheme(target, tmp_path, 
     }
     if kind != "llama":
         want |= {f"layers.0.self_attn.{n}_norm.weight": (8,) for n in "qk"}
+    if kind == "more_heads":
+        want |= {f"layers.0.self_attn.{n}_proj.weight": (32, wide) for n in "kv"}
     if kind == "one_norm_before_fc":
         want["input_norm.weight"] = (states * hidden,)
     if kind == "norms_before_fc_and_output":
@@ -766,7 +768,8 @@ def test_a_drafter_with_the_vocabulary_maps_of_another_target_is_refused(target,
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"lengths": [8]}, {"lengths": []}, {"kv_heads": 0}, {"unroll": 0}, {"step_weight": 0.0}, {"step_weight": 1.5}, {"anchor_share": 0.0},
+        {"lengths": [8]}, {"lengths": []}, {"kv_heads": 0},
+        {"unroll": 0}, {"step_weight": 0.0}, {"step_weight": 1.5}, {"anchor_share": 0.0},
         {"anchor_share": 1.5}, {"layer_type": "gemma"}, {"init": "copy"}, {"draft_vocab": 1},
         {"fc_norm": True, "norm_before_fc": True},
     ],
