@@ -23,7 +23,8 @@ from drafters.vocab import choose
 from eval import replay
 from eval.rollout import rollout
 from serve.engine import Engine, Request
-from tests import tiny
+from tests import runs, tiny
+from train.job import run_training
 
 KINDS = {
     "vanilla": {},
@@ -454,6 +455,20 @@ def test_calibrated_confidences_come_with_the_directory(target, tmp_path):
         plain = drafter.drafts(batch, anchors_A, 3).confidence_BK
         cooled = read(tmp_path / "d", target).drafts(batch, anchors_A, 3).confidence_BK
     assert torch.allclose(torch.logit(cooled) * tensor([2.0, 1.0, 0.5]), torch.logit(plain), atol=1e-4)
+
+
+def test_the_recipe_trains_exports_and_calibrates(workshop, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = runs.settings(workshop, "train.report=true", "method.markov_init=bigram")
+    run = runs.run_of(*settings, recipe="dspark")
+    directory = run_training(run, "dspark")
+    found = json.loads((directory / "drafter" / "config.json").read_text())
+    assert (found["speculators_model_type"], found["markov_rank"]) == ("dspark", 256)
+    quality = json.loads((directory / "report" / "calibration.json").read_text())
+    assert found["foredraft"]["confidence_temperatures"] == quality["temperatures"]
+    assert len(quality["temperatures"]) == 7
+    logged = [line for line in runs.metrics(directory) if "loss/confidence" in line][-1]
+    assert 0 < logged["loss/alpha"] < 1
 
 
 @pytest.mark.parametrize(
