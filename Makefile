@@ -35,6 +35,7 @@ types: install
 bench: install
 	$(RUN) benchmarks.loss_memory
 	$(RUN) benchmarks.eagle3_memory
+	$(RUN) benchmarks.train_step
 	$(RUN) benchmarks.decode drafter=runs/demo/drafter
 
 install: $(STAMP)

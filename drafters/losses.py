@@ -73,11 +73,16 @@ class LossWeights:
 class Law:
     """The target's law over the draft vocabulary: p~ ``[P, N]``, and the mass of p that lies there.
 
-    p is ``soft_PN * mass_P1``; without a mass only p~ is known.
+    Without a mass only p~ is known; over the whole vocabulary it is the number 1.
     """
 
     soft_PN: Tensor
-    mass_P1: Tensor | None
+    mass_P1: Tensor | float | None
+
+    def p(self) -> Tensor:
+        """The law as it is, of a law whose mass is known."""
+        assert self.mass_P1 is not None, "a law without its mass"
+        return self.soft_PN if isinstance(self.mass_P1, float) else self.soft_PN * self.mass_P1
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class Teacher:
         logits_PV = logits_PV.float()
         if self.kept_N is None:
             soft_PN = torch.softmax(logits_PV, dim=-1)
-            return Law(soft_PN, torch.ones_like(soft_PN[:, :1]) if whole else None)
+            return Law(soft_PN, 1.0 if whole else None)
         if not whole and self.kept_head is not None:
             return Law(torch.softmax(logits_PV, dim=-1), None)
         kept_PN = logits_PV[:, self.kept_N]
@@ -175,7 +180,7 @@ def per_position(logits_PN: Tensor, labels_P: Tensor, law: Law | None) -> dict[s
     soft_PN, q_PN = law.soft_PN, logq_PN.exp()
     terms["kl"] = (torch.xlogy(soft_PN, soft_PN) - soft_PN * logq_PN).sum(-1)
     if law.mass_P1 is not None:
-        p_PN = soft_PN * law.mass_P1
+        p_PN = law.p()
         alpha_P = torch.minimum(p_PN, q_PN).sum(-1)
         share_P = torch.exp(-HYBRID_RATE * alpha_P.detach())
         terms["l1"] = (p_PN - q_PN).abs().sum(-1)
@@ -239,6 +244,7 @@ def chunked(  # noqa: PLR0913
     """
     assert weights_P[labels_P < 0].abs().sum() == 0, "a label outside the draft vocabulary has weight"
     whole = acceptance or _whole(terms, lengths)
+    assert teacher is not None or not (terms.soft or whole), "a soft term needs the target's law"
     used_P, unit = weights_P != 0, 1
     if lengths is not None:
         unit = lengths.block
@@ -322,7 +328,7 @@ class _Chunked(torch.autograd.Function):
             torch.mm(hidden_PD[rows], head_ND.T, out=logits_PN)
             slope_PN = None if plan.softcap is None else _cap(logits_PN, plan.softcap)
             if inner_PR is not None:
-                logits_PN.addmm_(inner_PR[rows], outer_NR.T)
+                torch.addmm(logits_PN, inner_PR[rows], outer_NR.T, out=logits_PN)
             values_PM, alpha_P = _values(logits_PN, labels_P[rows], rows, plan)
             grad_PN, weight_P = logits_PN, weights_P[rows].float()
             if plan.lengths is not None:
@@ -365,10 +371,8 @@ def _values(logits_PN: Tensor, labels_P: Tensor, rows: slice, plan: _Plan) -> tu
 
     On a CPU in pieces of a few rows, whose many passes stay in its cache.
     """
-    teacher, teacher_PV = plan.teacher, None
-    if plan.terms.soft or plan.whole:
-        assert teacher is not None, "a soft term needs the target's law"
-        teacher_PV = teacher.logits(rows, plan.whole)
+    teacher = plan.teacher if plan.terms.soft or plan.whole else None
+    teacher_PV = None if teacher is None else teacher.logits(rows, plan.whole)
     size = max(1, PIECE // logits_PN.shape[1]) if logits_PN.device.type == "cpu" else len(logits_PN)
     values: list[Tensor] = []
     alphas: list[Tensor] = []
@@ -381,7 +385,7 @@ def _values(logits_PN: Tensor, labels_P: Tensor, rows: slice, plan: _Plan) -> tu
         values.append(value_PM)
         if alpha_P is not None:
             alphas.append(alpha_P)
-    return torch.cat(values), torch.cat(alphas) if plan.whole else None
+    return torch.cat(values), torch.cat(alphas) if alphas else None
 
 
 def _value_and_grad(
@@ -395,16 +399,15 @@ def _value_and_grad(
     if law is not None and (terms.kl > 0 or terms.hybrid > 0):
         log_soft_PN = law.soft_PN.clamp(min=torch.finfo(torch.float32).tiny).log_()
         kl_P1 = (log_soft_PN.sub_(x_PN).mul_(law.soft_PN)).sum(-1, keepdim=True)
-    mass_P1 = x_PN.exp_().sum(-1, keepdim=True)
-    log_mass_P1 = mass_P1.log()
-    found, alpha_P1 = {"ce": log_mass_P1 - label_logit_P1}, None
-    q_PN = x_PN.div_(mass_P1)
-    pull_P1 = torch.full_like(mass_P1, terms.kl)  # towards p~, as kl draws
+    z_P1 = x_PN.exp_().sum(-1, keepdim=True)
+    log_z_P1 = z_P1.log()
+    found, alpha_P1 = {"ce": log_z_P1 - label_logit_P1}, None
+    q_PN = x_PN.div_(z_P1)
+    pull_P1 = torch.full_like(z_P1, terms.kl)  # towards p~, as kl draws
     if kl_P1 is not None:
-        found["kl"] = kl_P1 = kl_P1 + log_mass_P1
+        found["kl"] = kl_P1 = kl_P1 + log_z_P1
     if law is not None and law.mass_P1 is not None:
-        reduced = plan.teacher is not None and plan.teacher.kept_N is not None
-        p_PN = law.soft_PN * law.mass_P1 if reduced else law.soft_PN
+        p_PN = law.p()
         least_PN = torch.minimum(p_PN, q_PN)
         alpha_P1 = least_PN.sum(-1, keepdim=True)
         share_P1 = torch.exp(-HYBRID_RATE * alpha_P1)

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -308,13 +308,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """``auto`` is bfloat16 on a GPU; on a CPU the faster of the two at one matrix product, timed here."""
     if name == "auto":
-        return torch.bfloat16 if device.type != "cpu" or _bfloat16_pays() else torch.float32
+        return torch.bfloat16 if device.type != "cpu" or bfloat16_pays() else torch.float32
     if name not in DTYPES:
         raise ValueError(f"dtype={name}: write one of auto, {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
-def _bfloat16_pays() -> bool:
+@cache
+def bfloat16_pays() -> bool:
     """Many CPUs emulate bfloat16, four times slower than fp32; others run it three times faster."""
     from time import perf_counter
 

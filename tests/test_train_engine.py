@@ -62,7 +62,8 @@ def test_a_norm_weight_moves_by_steps_smaller_than_bfloat16_can_see():
     torch.testing.assert_close(found, torch.full((4,), case["expect_fp32"]), rtol=0, atol=1e-3)
 
 
-def test_products_run_in_bfloat16_and_weights_stay_in_float32():
+def test_products_run_in_bfloat16_and_weights_stay_in_float32(monkeypatch):
+    monkeypatch.setattr("train.engine.bfloat16_pays", lambda: True)
     engine = wrapped(nn.Linear(4, 4), torch.bfloat16)
     with engine.precision():
         out = engine.module(torch.ones(1, 4))
@@ -71,6 +72,13 @@ def test_products_run_in_bfloat16_and_weights_stay_in_float32():
     engine.step(1e-3)
     assert {p.dtype for p in engine.module.parameters()} == {torch.float32}
     assert {s["exp_avg"].dtype for s in engine.optimizer.state.values()} == {torch.float32}
+
+
+def test_a_cpu_that_only_emulates_bfloat16_computes_in_float32(monkeypatch):
+    monkeypatch.setattr("train.engine.bfloat16_pays", lambda: False)
+    engine = wrapped(nn.Linear(4, 4), torch.bfloat16)
+    with engine.precision():
+        assert engine.module(torch.ones(1, 4)).dtype == torch.float32
 
 
 def test_the_step_counter_goes_on_after_a_reload_in_bfloat16_too(tmp_path):
