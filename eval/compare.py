@@ -45,7 +45,7 @@ def measure(target: Target, run: Compared, ns: Sequence[int]) -> Cost:
     drafter = checkpoint.read(run.drafter, target)
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
     seconds = {n: drafting_seconds(target, drafter, n) for n in ns}
-    return Cost(parameters, round_seconds(target, drafter, 0), seconds)
+    return Cost(parameters, round_seconds(target, drafter, [0])[0], seconds)
 
 
 @torch.inference_mode()

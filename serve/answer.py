@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -85,7 +85,7 @@ def drafts_for(target: Target, drafter: Drafter, directory: Path, config: ServeC
 
 def pick_drafts(target: Target, drafter: Drafter, tau_by_n: Mapping[str, float]) -> int:
     """The N with the most tokens a second on this machine: measured costs over known acceptance."""
-    costs = {n: round_seconds(target, drafter, n) for n in range(drafter.max_drafts + 1)}
+    costs = round_seconds(target, drafter, [0, *(int(n) for n in tau_by_n)])
     return best_drafts(costs, {int(n): tau for n, tau in tau_by_n.items()})
 
 
@@ -99,21 +99,28 @@ def best_drafts(seconds: Mapping[int, float], taus: Mapping[int, float]) -> int:
 
 
 @torch.inference_mode()
-def round_seconds(target: Target, drafter: Drafter, n: int, context: int = 128, repeats: int = 5) -> float:
-    """Median seconds of one round: draft n tokens, run the target over them and the anchor, keep one."""
-    engine = Engine(target, drafter, n, capacity=context + repeats + n + 2)
-    rows = range(1)
-    prompt = torch.full((1, context), 1, device=target.device)
-    _, states, _ = engine.forward(rows, prompt, head_rows=1)
-    engine.keep(rows, states, prompt, [context])
+def round_seconds(
+    target: Target, drafter: Drafter, ns: Sequence[int], context: int = 128, repeats: int = 9
+) -> dict[int, float]:
+    """Median seconds of a round for each n: draft n tokens, run the target over them and the anchor, keep one.
+
+    All n take turns, so that whatever slows the machine slows them alike.
+    """
+    rows, prompt = range(1), torch.full((1, context), 1, device=target.device)
     anchor = prompt[0, :1]
-    seconds = []
+    engines: dict[int, Engine] = {}
+    seconds: dict[int, list[float]] = {n: [] for n in ns}
+    for n in ns:
+        engine = engines[n] = Engine(target, drafter, n, capacity=context + repeats + n + 2)
+        _, states, _ = engine.forward(rows, prompt, head_rows=1)
+        engine.keep(rows, states, prompt, [context])
     for _ in range(repeats + 1):
-        start = perf_counter()
-        proposal = engine.propose(rows, anchor)
-        tokens = torch.cat([anchor[:, None], proposal.tokens_BK], dim=1)
-        logits, states, _ = engine.forward(rows, tokens)
-        logits.argmax(-1).tolist()
-        engine.keep(rows, states, tokens, [1])
-        seconds.append(perf_counter() - start)
-    return statistics.median(seconds[1:])
+        for n, engine in engines.items():
+            start = perf_counter()
+            proposal = engine.propose(rows, anchor)
+            tokens = torch.cat([anchor[:, None], proposal.tokens_BK], dim=1)
+            logits, states, _ = engine.forward(rows, tokens)
+            logits.argmax(-1).tolist()
+            engine.keep(rows, states, tokens, [1])
+            seconds[n].append(perf_counter() - start)
+    return {n: statistics.median(times[1:]) for n, times in seconds.items()}

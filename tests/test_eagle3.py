@@ -681,7 +681,11 @@ def test_tensors_and_keys_are_those_of_the_speculators_scheme(target, tmp_path, 
     assert (found["embed_requires_grad"], found["target_hidden_size"]) == (False, None)
     kinds = {"llama": LlamaConfig, "qwen3": Qwen3Config}
     layers = kinds[found["transformer_layer_config"]["model_type"]](**found["transformer_layer_config"])
-    assert (layers.num_hidden_layers, layers.head_dim, layers.num_key_value_heads) == (1, 8, 4 if kind == "more_heads" else 2)
+    assert (layers.num_hidden_layers, layers.head_dim, layers.num_key_value_heads) == (
+        1,
+        8,
+        4 if kind == "more_heads" else 2,
+    )
     assert layers.rope_parameters == target.config.rope_parameters
 
 
