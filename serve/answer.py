@@ -102,7 +102,7 @@ def best_drafts(seconds: Mapping[int, float], taus: Mapping[int, float]) -> int:
 def round_seconds(
     target: Target, drafter: Drafter, ns: Sequence[int], context: int = 128, repeats: int = 9
 ) -> dict[int, float]:
-    """Median seconds of a round for each n: draft n tokens, run the target over them and the anchor, keep one.
+    """Median seconds of a round for each n: draft n, run the target over them and the anchor, keep one.
 
     All n take turns, so that whatever slows the machine slows them alike.
     """
