@@ -95,8 +95,9 @@ class Step:
         self.device = device
         self.target = random_target(shapes, device, dtype)
         config, vocab = settings(method, shapes), None
-        if config.draft_vocab is not None and config.draft_vocab < shapes.vocab:
-            vocab = DraftVocab(torch.arange(config.draft_vocab), shapes.vocab)
+        kept = config.kept_tokens(shapes.vocab)
+        if kept is not None:
+            vocab = DraftVocab(torch.arange(kept), shapes.vocab)
         with device:
             self.drafter: Drafter = build(config, self.target, vocab).train()
         del self.target.layers[:]
