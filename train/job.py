@@ -14,7 +14,7 @@ from data.capture import source
 from data.stream import Stream
 from drafters import vocab as vocabulary
 from drafters.method import Drafter, build
-from drafters.target import pick_dtype
+from drafters.target import bfloat16_pays, pick_dtype
 from drafters.types import Example
 from eval import replay
 from eval.evaluate import numbers_of_drafts
@@ -97,6 +97,8 @@ def prepare(run: Run, directory: Path, loaded: Loaded) -> tuple[Job, checkpoint.
     engine = make_engine(
         run.train.engine, run.optim, target.device, dtype, run.train.packs, run.train.zero_stage
     )
+    if rank() == 0 and dtype == torch.bfloat16 and target.device.type == "cpu" and not bfloat16_pays():
+        print("this CPU only emulates bfloat16: states are bfloat16, products of the training run in float32")
     states, usable_rows = source(
         run.states, target, loaded.train, drafter.layer_ids, with_last=settings.needs_last,
         rank=rank(), world=world_size(), barrier=engine.barrier,
