@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 
-from drafters.block import copy_layer, draft_shape
 from drafters.layers import MLP, Attention, ContextLayer, Linear, RMSNorm, Rotary
 from drafters.losses import LossWeights
 from drafters.method import Drafter, MethodConfig, check_lengths, method
@@ -47,6 +46,7 @@ from drafters.ops import (
     sample_anchors,
     valid_anchors,
 )
+from drafters.shape import copy_layer, draft_shape, layer_config, randomise
 from drafters.target import Target
 from drafters.types import Batch, Loss, Proposal, States
 from drafters.vocab import DraftVocab
@@ -264,9 +264,7 @@ class Eagle3(Drafter):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Random (standard deviation 0.02), then a copy of the target's last layer where asked for."""
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=0.02)
+        randomise(self)
         if self.config.init == "target":
             start_from_target(self)
 
@@ -429,15 +427,7 @@ class Eagle3(Drafter):
         )
 
     def layer_config(self) -> dict[str, Any]:
-        keys = (
-            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-            "num_key_value_heads head_dim hidden_act rms_norm_eps rope_parameters max_position_embeddings "
-            "attention_bias tie_word_embeddings"
-        )
-        if self.config.layer_type == "qwen3":
-            keys += " sliding_window use_sliding_window layer_types"
-        family = {"model_type": self.config.layer_type}
-        return {**family, **{key: getattr(self.shape, key) for key in keys.split()}}
+        return layer_config(self.shape, self.config.layer_type)
 
     def vllm_refusal(self) -> str | None:
         if self.config.layer_type == "llama" and len(self.layer_ids) != 3:
