@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from drafters.layers import Blocks, ContextLayer, Linear, RMSNorm, Rotary
 from drafters.method import Drafter, MethodConfig, check_lengths
+from drafters.objective import counted
 from drafters.ops import (
     Span,
     context_mask,
@@ -231,7 +232,7 @@ class BlockDrafter(Drafter):
         tokens_A = batch.tokens_BT.flatten()[anchors_A]
         return self.read_out(self.hidden_of(batch, anchors_A, n), tokens_A)[1]
 
-    def place_anchors(self, batch: Batch, generator: torch.Generator) -> Batch:
+    def place(self, batch: Batch, generator: torch.Generator) -> Batch:
         """How many drafts a training pass asks for, and from which random anchors.
 
         A shorter block leaves room for more anchors: a pass looks at the same number of slots.
@@ -241,7 +242,7 @@ class BlockDrafter(Drafter):
         share = min(1.0, self.config.anchor_share * self.slots(most) / self.slots(num))
         valid_BT = valid_anchors(batch.mask_BT, batch.doc_BT)
         anchors_A = sample_anchors(valid_BT, batch.doc_BT, share, generator)
-        return replace(batch, anchors_A=anchors_A, num_drafts=num)
+        return counted(self, replace(batch, anchors_A=anchors_A, num_drafts=num), self.weights_K)
 
     def weights_K(self, num: int) -> Tensor:
         """How much each of ``num`` drafts of a block counts."""

@@ -9,13 +9,11 @@ and DeepSpec at afdfa7c (slot s predicts x[a+s+1]).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import dataclass
 
 from drafters.block import BlockConfig, BlockDrafter
 from drafters.method import method
-from drafters.objective import objective, weighted_labels
+from drafters.objective import objective
 from drafters.types import Batch, Loss
 
 
@@ -32,10 +30,6 @@ class DFlash(BlockDrafter):
 
     config: DFlashConfig
     architecture = "DFlashDraftModel"
-
-    def place(self, batch: Batch, generator: torch.Generator) -> Batch:
-        batch = self.place_anchors(batch, generator)
-        return replace(batch, count=float(weighted_labels(self, batch, self.weights_K)[1].sum()))
 
     def loss(self, batch: Batch) -> Loss:
         return objective(self, batch, self.hidden_of(batch, *batch.placed()), self.weights_K)[0]

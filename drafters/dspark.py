@@ -36,7 +36,7 @@ from drafters.block import BlockConfig, BlockDrafter
 from drafters.layers import Linear
 from drafters.losses import Extra, Lengths, LossWeights
 from drafters.method import method
-from drafters.objective import objective, weighted_labels
+from drafters.objective import objective
 from drafters.ops import decay_weights, previous_tokens
 from drafters.target import Target
 from drafters.types import Batch, Example, Loss, Proposal
@@ -140,6 +140,7 @@ class DSpark(BlockDrafter):
 
     config: DSparkConfig
     architecture = "Qwen3DSparkModel"
+    fresh: list[str] | None = None  # tensors that method.start_from had nothing for
 
     def __init__(self, config: DSparkConfig, target: Target, vocab: DraftVocab | None = None) -> None:
         super().__init__(config, target, vocab)
@@ -159,7 +160,7 @@ class DSpark(BlockDrafter):
             for parameter in () if head is None else head.parameters():
                 nn.init.normal_(parameter, std=std) if parameter.dim() == 2 else nn.init.zeros_(parameter)
         if config.start_from is not None:
-            start_from_drafter(self, Path(config.start_from))
+            self.fresh = start_from_drafter(self, Path(config.start_from))
 
     @property
     def has_confidence(self) -> bool:
@@ -207,10 +208,6 @@ class DSpark(BlockDrafter):
         decay = self.config.decay if self.config.weighting == "decay" else None
         return decay_weights(num, decay)
 
-    def place(self, batch: Batch, generator: torch.Generator) -> Batch:
-        batch = self.place_anchors(batch, generator)
-        return replace(batch, count=float(weighted_labels(self, batch, self.weights_K)[1].sum()))
-
     def loss(self, batch: Batch) -> Loss:
         anchors_A, num = batch.placed()
         config = self.config
@@ -224,7 +221,7 @@ class DSpark(BlockDrafter):
         if config.weighting != "decay":
             lengths = Lengths(config.weighting, num, config.smooth)
         heard = self.confidence_head is not None
-        loss, found = objective(
+        loss, found, weights_AK = objective(
             self, batch, hidden_AKD, self.weights_K, extra=extra, lengths=lengths, acceptance=heard
         )
         if self.confidence_head is None or found.alpha_P is None:
@@ -232,7 +229,6 @@ class DSpark(BlockDrafter):
         seen_AKD = hidden_AKD.detach() if config.confidence_detach else hidden_AKD
         logits_AK = self.confidence_logits(seen_AKD, previous_AK)
         alpha_AK = found.alpha_P.view_as(logits_AK).clamp(0, 1)
-        weights_AK = weighted_labels(self, batch, self.weights_K)[1]
         bce_AK = F.binary_cross_entropy_with_logits(logits_AK, alpha_AK, reduction="none")
         bce = (bce_AK * weights_AK).sum()
         sums = {
@@ -250,9 +246,13 @@ class DSpark(BlockDrafter):
         factor_AKR = self.markov_head(hidden_AKD, previous_tokens(batch.tokens_BT, anchors_A, n))
         return logits_AKN + self.markov_head.markov_w2(factor_AKR)
 
-    def start(self, examples: Iterable[Example]) -> None:
+    def start(self, examples: Iterable[Example]) -> str | None:
         if self.markov_head is not None and self.config.markov_init == "bigram":
             start_from_bigrams(self.markov_head, self.vocab, examples)
+        if self.fresh is None:
+            return None
+        rest = f"but for {', '.join(self.fresh)}" if self.fresh else "all of them"
+        return f"method.start_from={self.config.start_from}: its tensors, {rest}"
 
     # The drafter directory ------------------------------------------------------------------------
 
@@ -322,10 +322,11 @@ def start_from_bigrams(head: MarkovHead, vocab: DraftVocab | None, examples: Ite
 
 
 @torch.no_grad()
-def start_from_drafter(drafter: DSpark, directory: Path) -> None:
+def start_from_drafter(drafter: DSpark, directory: Path) -> list[str]:
     """Take over the tensors of a trained DFlash or DSpark of the same target, layers and layout.
 
-    Errors: ``ValueError`` naming what differs.
+    Returns the names of those it does not have, or has of another kind, rank or draft vocabulary: they start
+    as usual. Errors: ``ValueError`` naming what differs in the backbone.
     """
     other = checkpoint.read(directory, drafter.target)
     where = f"method.start_from={directory}"
@@ -349,6 +350,10 @@ def start_from_drafter(drafter: DSpark, directory: Path) -> None:
     same_vocab = (other.vocab is None) == (drafter.vocab is None) and (
         other.vocab is None or drafter.vocab is None or torch.equal(other.vocab.kept_N, drafter.vocab.kept_N)
     )
+    fresh = []
     for name, value in drafter.state_dict().items():
         if name in held and held[name].shape == value.shape and (same_vocab or "markov_w2" not in name):
             value.copy_(held[name])
+        else:
+            fresh.append(name)
+    return fresh

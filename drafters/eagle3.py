@@ -36,7 +36,7 @@ from transformers import Qwen3Config
 from drafters.layers import MLP, Attention, ContextLayer, Linear, RMSNorm, Rotary
 from drafters.losses import LossWeights
 from drafters.method import Drafter, MethodConfig, check_lengths, method
-from drafters.objective import objective, weighted_labels
+from drafters.objective import counted, objective
 from drafters.ops import (
     Span,
     block_labels,
@@ -319,7 +319,7 @@ class Eagle3(Drafter):
         share = min(1.0, self.config.anchor_share * most / num)  # as many steps for shorter chains
         anchors_A = sample_anchors(valid_BT, batch.doc_BT, share, generator)
         batch = replace(batch, anchors_A=anchors_A, num_drafts=num)
-        return replace(batch, count=float(weighted_labels(self, batch, self.weights_K)[1].sum()))
+        return counted(self, batch, self.weights_K)
 
     def weights_K(self, num: int) -> Tensor:
         """How much each of ``num`` steps counts."""

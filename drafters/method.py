@@ -106,8 +106,12 @@ class Drafter(nn.Module):
         """Which target layers to keep: used by capture and by the engine."""
         raise NotImplementedError
 
-    def start(self, examples: Iterable[Example]) -> None:
-        """Look at the training rows once, before the first step; most methods have no use for it."""
+    def start(self, examples: Iterable[Example]) -> str | None:
+        """Look at the training rows once, before the first step; a line for the console about the start.
+
+        Most methods have no use for it.
+        """
+        return None
 
     def place(self, batch: Batch, generator: torch.Generator) -> Batch:
         """Choose what a training step looks at (anchors) and count its weight, before any forward.

@@ -7,6 +7,7 @@ state one position before. Labels are a contiguous run of supervised tokens of t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,6 +32,11 @@ def weighted_labels(
     return labels_AK, weights_K(num).to(labels_AK.device) * valid_AK * (labels_AK >= 0)
 
 
+def counted(drafter: Drafter, batch: Batch, weights_K: Callable[[int], Tensor]) -> Batch:
+    """A batch whose anchors are drawn, with the sum of its labels' weights."""
+    return replace(batch, count=float(weighted_labels(drafter, batch, weights_K)[1].sum()))
+
+
 def teacher(drafter: Drafter, batch: Batch) -> Teacher:
     """The target's law at each label of a placed batch."""
     anchors_A, num = batch.placed()
@@ -51,8 +57,8 @@ def objective(
     extra: Extra | None = None,
     lengths: Lengths | None = None,
     acceptance: bool = False,
-) -> tuple[Loss, Found]:
-    """The loss of a placed batch over normed hidden states, and what was found on the way."""
+) -> tuple[Loss, Found, Tensor]:
+    """The loss of a placed batch over normed hidden states, what was found, and the weights ``[A, K]``."""
     labels_AK, weights_AK = weighted_labels(drafter, batch, weights_K)
     hidden_PD, weights_P = hidden_AKD.flatten(0, 1), weights_AK.flatten()
     terms = drafter.config.loss
@@ -76,4 +82,4 @@ def objective(
         distance = feature_distance(hidden_PD, law.last_PD, weights_P)
         total = total + terms.feature * distance
         sums["feature"] = distance.detach()
-    return Loss(total, batch.count, sums, dict.fromkeys(sums, batch.count)), found
+    return Loss(total, batch.count, sums, dict.fromkeys(sums, batch.count)), found, weights_AK

@@ -32,7 +32,7 @@ def accept(run: Run) -> None:
 def calibrated(run: Run) -> None:
     """Temperatures of ``drafter=``'s confidences from ``data.path``, into its config.json."""
     directory, target, drafter, held, out = _opened(run)
-    found = list(paths(target, held, drafter.layer_ids))
+    found = list(paths(target, held, drafter.layer_ids, temperature=run.eval.temperature))
     print(calibrate.table(calibrate.keep(drafter, directory, found, out / calibrate.FILE)))
     print(f"{directory}/config.json: confidence_temperatures")
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import tensor
 
+from drafters.checkpoint import read_config, write
 from drafters.target import Target
 from eval.calibrate import Evidence, auc, calibrate, calibration_error, evidence, fit, survival, table
 from eval.replay import paths
 from tests import tiny
+from tests.commands import CPU, command, refusal
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +113,31 @@ def test_one_conversation_is_too_few(target):
     drafter = tiny.untrained(target, "dspark")
     with pytest.raises(ValueError, match="two held-out answers"):
         calibrate(drafter, list(paths(target, [tiny.answered(target)], drafter.layer_ids)))
+
+
+def test_the_command_writes_temperatures_and_what_they_are_worth(workshop, tmp_path, monkeypatch, capsys):
+    """Greedy rows, and rows sampled at a temperature: there the path is the whole answer."""
+    monkeypatch.chdir(tmp_path)
+    of = tiny.target(layers=8)
+    write(tiny.untrained(of, "dspark", init="random", mask_token=3), tmp_path / "d")
+    common = ("drafter=d", f"target={workshop / 'target'}", "data.split=null", *CPU)
+    rows = workshop / "rows.jsonl"
+    assert command("eval", "task=calibrate", *common, f"data.path={rows}", "out=greedy") == 0
+    quality = json.loads((tmp_path / "greedy" / "calibration.json").read_text())
+    assert read_config(tmp_path / "d")["foredraft"]["confidence_temperatures"] == quality["temperatures"]
+    assert "confidence temperatures" in capsys.readouterr().out
+    again = ("regenerate.temperature=0.9", "regenerate.max_new_tokens=12", "out=sampled.jsonl")
+    assert command("data", "task=regenerate", *again, *common[1:], f"data.path={rows}") == 0
+    warm = ("eval.temperature=0.9", "data.path=sampled.jsonl", "out=warm")
+    assert command("eval", "task=calibrate", *common, *warm) == 0
+    found = json.loads((tmp_path / "warm" / "calibration.json").read_text())
+    # At temperature 0 a sampled answer would be cut where it leaves the target's argmax, near its start.
+    assert found["domains"]["overall"][0]["rounds"] > 3 * found["judged_on"]
+
+
+def test_the_command_refuses_a_drafter_without_confidences(workshop, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tiny.dflash(tiny.target(layers=8), mask_token=3), tmp_path / "d")
+    asked = ("drafter=d", f"target={workshop / 'target'}", f"data.path={workshop / 'rows.jsonl'}", *CPU)
+    assert "no confidences to calibrate" in refusal(capsys, "eval", "task=calibrate", *asked, "out=o")
+    assert not (tmp_path / "o" / "calibration.json").exists()

@@ -383,6 +383,19 @@ def test_training_can_start_from_a_trained_dflash(target, tmp_path):
     started = loud_from(target, tmp_path / "dflash")
     for name, value in dflash.state_dict().items():
         assert torch.equal(started.state_dict()[name], value), name
+    assert "but for markov_head.markov_w1.weight, markov_head.markov_w2.weight, conf" in started.start([])
+
+
+def test_a_start_from_a_dspark_says_which_heads_start_anew(target, tmp_path):
+    first = loud(target)
+    assert first.start([]) is None
+    write(first, tmp_path / "first")
+    again = loud_from(target, tmp_path / "first")
+    assert again.start([]).endswith("first: its tensors, all of them")
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in first.state_dict().items())
+    told = loud_from(target, tmp_path / "first", markov_rank=3).start([])
+    assert "but for markov_head.markov_w1.weight, markov_head.markov_w2.weight, conf" in told
+    assert "fc.weight" not in told
 
 
 def loud_from(target: Target, directory, **settings) -> Drafter:

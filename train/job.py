@@ -90,7 +90,8 @@ def prepare(run: Run, directory: Path, loaded: Loaded) -> tuple[Job, checkpoint.
         print(f"draft vocabulary: {len(vocab)} tokens, {vocab.covers(counts_V):.2%} of the supervised ones")
     torch.manual_seed(run.seed)  # here, so that nothing before this changes what a drafter starts from
     drafter = build(settings, target, vocab).to(target.device)
-    drafter.start(loaded.train)
+    if (told := drafter.start(loaded.train)) and rank() == 0:
+        print(told)
     numbers_of_drafts(run.eval, drafter)
     _refuse_mask_token(drafter, loaded.train)
     dtype = pick_dtype(run.hardware.dtype, target.device)
