@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, tensor
 from torch.nn import functional as F
 
 from data.capture import capture
-from data.pack import pack
 from drafters import block
 from drafters.block import evenly_spaced
 from drafters.dflash import DFlashConfig
@@ -20,11 +20,11 @@ from drafters.method import Drafter, build
 from drafters.objective import weighted_labels
 from drafters.ops import document_spans
 from drafters.target import Target
-from drafters.types import Batch, Example, States
-from drafters.vocab import choose
+from drafters.types import Example, States
 from eval import replay
 from serve.engine import Engine, Request
 from tests import tiny
+from tests.tiny import changed, difference, documents, packed
 
 KINDS = {
     "slots_predict_their_own": {},
@@ -44,26 +44,7 @@ def target() -> Target:
     return tiny.target(layers=4)
 
 
-def loud(of: Target, **settings) -> Drafter:
-    """A random drafter in which every input matters: weights of the usual size would whisper."""
-    chosen = {"init": "random", "num_states": 2, "block_size": 5, **settings}
-    counts = torch.arange(of.vocab_size, 0, -1)
-    vocab = None if settings.get("draft_vocab") is None else choose(counts, settings["draft_vocab"])
-    drafter = build(DFlashConfig(**chosen), of, vocab)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=0.3)
-    return drafter.eval()
-
-
-def documents() -> list[Example]:
-    sizes = ((17, 4), (9, 2), (26, 8))
-    return [tiny.example(length, prompt, seed) for seed, (length, prompt) in enumerate(sizes)]
-
-
-def packed(drafter: Drafter, examples: list[Example]) -> Batch:
-    return pack(examples, [capture(drafter.target, [e], drafter.layer_ids, True)[0] for e in examples])
+loud = partial(tiny.loud, method="dflash")
 
 
 @torch.inference_mode()
@@ -87,10 +68,6 @@ def served(drafter: Drafter, example: Example, anchor: int, n: int, chunks: int 
     del drafter.logits
     assert torch.equal(proposal.tokens_BK, drafter.to_target_ids(seen[-1].argmax(-1)))
     return seen[-1][0]
-
-
-def difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max())
 
 
 # Training is serving -------------------------------------------------------------------------------
@@ -191,17 +168,6 @@ def test_requests_that_share_a_batch_change_nothing_for_each_other(target, kind)
 
 
 # Who sees what -------------------------------------------------------------------------------------
-
-
-def changed(batch: Batch, at: int, what: str) -> Batch:
-    """The batch with another token, or other states, at one position."""
-    if what == "token":
-        tokens_BT = batch.tokens_BT.clone()
-        tokens_BT[0, at] = 9 + (tokens_BT[0, at] - 8) % 200
-        return replace(batch, tokens_BT=tokens_BT)
-    layers = batch.states.layers_BTLD.clone()
-    layers[0, at] = torch.randn_like(layers[0, at])
-    return replace(batch, states=States(layers, batch.states.last_BTD))
 
 
 @EVERY_KIND

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn, tensor
 
 from data.capture import capture
-from data.pack import pack
 from drafters.checkpoint import note, read, write
 from drafters.dspark import DSparkConfig, MarkovHead, start_from_bigrams
 from drafters.losses import LossWeights
@@ -24,6 +23,7 @@ from eval import replay
 from eval.rollout import rollout
 from serve.engine import Engine, Request
 from tests import runs, tiny
+from tests.tiny import difference, documents, packed
 from train.job import run_training
 
 KINDS = {
@@ -45,33 +45,11 @@ def target() -> Target:
 
 
 def loud(of: Target, **settings) -> Drafter:
-    """A random drafter in which every input matters."""
-    chosen = {"init": "random", "num_states": 2, "block_size": 5, "markov_rank": 6, **settings}
-    counts = torch.arange(of.vocab_size, 0, -1)
-    vocab = None if settings.get("draft_vocab") is None else choose(counts, settings["draft_vocab"])
-    drafter = build(DSparkConfig(**chosen), of, vocab)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=0.3)
-    return drafter.eval()
-
-
-def documents() -> list[Example]:
-    sizes = ((17, 4), (9, 2), (26, 8))
-    return [tiny.example(length, prompt, seed) for seed, (length, prompt) in enumerate(sizes)]
-
-
-def packed(drafter: Drafter, examples: list[Example]) -> Batch:
-    return pack(examples, [capture(drafter.target, [e], drafter.layer_ids, True)[0] for e in examples])
+    return tiny.loud(of, "dspark", **{"markov_rank": 6, **settings})
 
 
 def placed(drafter: Drafter, examples: list[Example]) -> Batch:
     return drafter.place(packed(drafter, examples), torch.Generator().manual_seed(0))
-
-
-def difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max())
 
 
 @torch.inference_mode()

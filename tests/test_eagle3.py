@@ -28,7 +28,7 @@ from eval import replay
 from eval.rollout import rollout
 from serve.engine import Engine, Request
 from tests import runs, tiny
-from tests.test_dflash import changed, difference, documents, packed
+from tests.tiny import changed, difference, documents, packed
 from train.job import run_training
 
 CASES = Path(__file__).parent / "cases"
@@ -69,14 +69,7 @@ def make(of: Target, loud: float = 0.3, **settings) -> Drafter:
 def learn(of: Target, examples: list[Example], steps: int, **settings) -> Drafter:
     """From hard labels, which a random target's answers are quickest learned from; four drafts a round."""
     drafter = make(of, loud=0, unroll=4, loss=LossWeights(ce=1.0), **settings)
-    batch, generator = packed(drafter, examples), torch.Generator().manual_seed(0)
-    optimizer = torch.optim.AdamW(drafter.train().parameters(), lr=1e-2)
-    for _ in range(steps):
-        loss = drafter(drafter.place(batch, generator))
-        optimizer.zero_grad()
-        (loss.sum / loss.count).backward()
-        optimizer.step()
-    return drafter.eval()
+    return tiny.learn(drafter, examples, steps, lr=1e-2)
 
 
 @torch.inference_mode()

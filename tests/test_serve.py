@@ -149,6 +149,8 @@ def test_the_number_of_drafts_is_the_one_asked_for_then_the_fastest_then_the_tra
     monkeypatch.setattr(module, "round_seconds", lambda target, drafter, ns: {n: 1.0 + 0.1 * n for n in ns})
     assert drafts_for(target, drafter, noted, ServeConfig()) == 2
     assert drafts_for(target, drafter, noted, ServeConfig(n=3)) == 3
+    monkeypatch.setattr(module, "round_seconds", lambda target, drafter, ns: {n: 1.0 + 0.9 * n for n in ns})
+    assert drafts_for(target, drafter, noted, ServeConfig()) == 0  # plain decoding is measured too
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.capture import capture
 from data.pack import pack
 from drafters.method import Drafter, all_methods, build
 from drafters.target import Target, tokenizer_hash
-from drafters.types import Example
-from drafters.vocab import DraftVocab
+from drafters.types import Batch, Example, States
+from drafters.vocab import DraftVocab, choose
 
 MARKERS = (
     "<s>",
@@ -144,6 +146,30 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+def documents() -> list[Example]:
+    sizes = ((17, 4), (9, 2), (26, 8))
+    return [example(length, prompt, seed) for seed, (length, prompt) in enumerate(sizes)]
+
+
+def packed(drafter: Drafter, examples: list[Example]) -> Batch:
+    return pack(examples, [capture(drafter.target, [e], drafter.layer_ids, True)[0] for e in examples])
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max())
+
+
+def changed(batch: Batch, at: int, what: str) -> Batch:
+    """The batch with another token, or other states, at one position."""
+    if what == "token":
+        tokens_BT = batch.tokens_BT.clone()
+        tokens_BT[0, at] = 9 + (tokens_BT[0, at] - 8) % 200
+        return replace(batch, tokens_BT=tokens_BT)
+    layers = batch.states.layers_BTLD.clone()
+    layers[0, at] = torch.randn_like(layers[0, at])
+    return replace(batch, states=States(layers, batch.states.last_BTD))
+
+
 def dflash(of: Target, vocab: DraftVocab | None = None, **settings) -> Drafter:
     """An untrained DFlash, four drafts a round in z-lab's layout."""
     return untrained(of, "dflash", vocab, **settings)
@@ -155,13 +181,30 @@ def untrained(of: Target, method: str, vocab: DraftVocab | None = None, **settin
     return build(all_methods()[method].config_class(**chosen), of, vocab).eval()
 
 
+def loud(of: Target, method: str, **settings) -> Drafter:
+    """A random block drafter in which every input matters: weights of the usual size would whisper."""
+    num = settings.get("draft_vocab")
+    vocab = None if num is None else choose(torch.arange(of.vocab_size, 0, -1), num)
+    drafter = untrained(of, method, vocab, **settings)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.3)
+    return drafter
+
+
 def trained(
     of: Target, examples: list[Example], steps: int = 60, method: str = "dflash", **settings
 ) -> Drafter:
     """A block drafter that knows some of the examples' answers: rounds accept all, some and none."""
-    drafter = untrained(of, method, **settings).train()
+    return learn(untrained(of, method, **settings), examples, steps)
+
+
+def learn(drafter: Drafter, examples: list[Example], steps: int, lr: float = 3e-3) -> Drafter:
+    """That many updates on the examples, all in one pack."""
+    of, drafter = drafter.target, drafter.train()
     batch = pack(examples, capture(of, examples, drafter.layer_ids, with_last=True))
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=lr)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         loss = drafter(drafter.place(batch, generator))
