@@ -328,8 +328,11 @@ def start_from_drafter(drafter: DSpark, directory: Path) -> list[str]:
     Returns the names of those it does not have, or has of another kind, rank or draft vocabulary: they start
     as usual. Errors: ``ValueError`` naming what differs in the backbone.
     """
-    other = checkpoint.read(directory, drafter.target)
     where = f"method.start_from={directory}"
+    try:
+        other = checkpoint.read(directory, drafter.target)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     if not isinstance(other, BlockDrafter):
         raise ValueError(f"{where}: this is a {other.config.name} drafter; give one of DFlash or DSpark")
     for name in ("anchor_predicts", "num_layers", "sliding_window"):

@@ -396,6 +396,11 @@ def test_a_start_that_does_not_fit_is_refused(target, tmp_path, settings, words)
         loud_from(target, tmp_path / "dflash", **settings)
 
 
+def test_a_start_from_nowhere_is_refused_by_its_key(target, tmp_path):
+    with pytest.raises(ValueError, match=r"method\.start_from=.*nowhere: .*no config\.json"):
+        loud_from(target, tmp_path / "nowhere")
+
+
 # The directory -------------------------------------------------------------------------------------
 
 
