@@ -58,7 +58,7 @@ def _directory(name: str) -> Path:
 
 
 def _load(name: str, directory: Path, data: str) -> Compared:
-    record = yaml.safe_load((directory / "recipe.yaml").read_text())
+    record = _record(name, directory / "recipe.yaml")
     where = directory / "report" if data == BUNDLED else report.beside(directory / "drafter", data)
     remedy = f"score it: {_command(directory, record, data)}"
     for file in (where / "report.json", where / "rows.jsonl"):
@@ -66,8 +66,7 @@ def _load(name: str, directory: Path, data: str) -> Compared:
             raise ValueError(f"run {name}: {file} is missing; {remedy}")
     found = _json((where / "report.json").read_text(), where / "report.json", remedy)
     rows = [
-        report.from_row(_json(line, where / "rows.jsonl", remedy))
-        for line in (where / "rows.jsonl").read_text().splitlines()
+        _row(line, where / "rows.jsonl", remedy) for line in (where / "rows.jsonl").read_text().splitlines()
     ]
     seen: Counter[str] = Counter()
     by_key = {}
@@ -77,11 +76,31 @@ def _load(name: str, directory: Path, data: str) -> Compared:
     return Compared(name, directory, record, trained(name, directory), found, by_key)
 
 
+def _record(name: str, path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, ValueError):
+        found = None
+    if not isinstance(found, dict) or "settings" not in found:
+        raise ValueError(f"run {name}: {path} is no record of a run; copy the run again, or train it again")
+    return found
+
+
+def _row(line: str, path: Path, remedy: str) -> Scored:
+    try:
+        return report.from_row(_json(line, path, remedy))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds a line that is no row of a report; {remedy}") from error
+
+
 def _json(text: str, path: Path, remedy: str) -> dict[str, Any]:
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); {remedy}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not valid JSON (no object); {remedy}")
+    return found
 
 
 def _command(directory: Path, record: Mapping[str, Any], data: str, *more: str) -> str:

@@ -203,6 +203,28 @@ def test_a_file_that_is_missing_or_damaged_is_named_with_the_remedy(here, file, 
         assert "drafter=runs/other/drafter data.path=FILE` and compare with data.path=FILE" in message
 
 
+@pytest.mark.parametrize("text", ["", "- one", "{", "target: x"])
+def test_a_record_that_is_none_is_refused(here, text, capsys):
+    Path("runs/other/recipe.yaml").write_text(text)
+    assert "runs/other/recipe.yaml is no record of a run" in refusal(capsys, "eval", *ASKED)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("report/rows.jsonl", "{}", "no row of a report; score it"),
+        ("report/rows.jsonl", "[1]", "not valid JSON (no object); score it"),
+        ("report/report.json", "[]", "not valid JSON (no object); score it"),
+        ("metrics.jsonl", "1", "not valid JSON (no object); copy the run again"),
+    ],
+)
+def test_a_file_of_something_else_is_named_with_the_remedy(here, file, text, words, capsys):
+    (Path("runs/other") / file).write_text(text)
+    message = refusal(capsys, "eval", *ASKED)
+    assert f"runs/other/{file}" in message
+    assert words in message
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
