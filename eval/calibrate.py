@@ -34,7 +34,8 @@ GRID = torch.logspace(-1, 1, 81, base=5.0).tolist()  # from 1/5 to 5, 1 among th
 class Evidence:
     """Rounds: confidence logits ``[R, K]``, whether drafts 1..k+1 were all accepted, whether that is known.
 
-    Behind the end of an answer nothing is known of a draft, unless one before it was refused.
+    Behind the end of an answer nothing is known of a draft, nor that one before it was refused: to count
+    those that fail there and not those that would go on would make survival look rarer than it is.
     """
 
     logits_RK: Tensor
@@ -67,7 +68,7 @@ def evidence(drafter: Drafter, path: Path, anchors_at_once: int = 256) -> Eviden
     left_R1 = (path.length - 1 - starts)[:, None]
     k_K = torch.arange(n)
     survived_RK = k_K < accepted_R1
-    known_RK = (k_K < left_R1) | (accepted_R1 < left_R1)
+    known_RK = (k_K < left_R1).expand(len(starts), n)
     confidence_AK = torch.cat([p.confidence_BK for p in some if p.confidence_BK is not None]).cpu()
     return Evidence(torch.logit(confidence_AK[starts].double(), eps=1e-9), survived_RK, known_RK)
 
@@ -120,14 +121,17 @@ def calibrate(drafter: Drafter, found: Sequence[Path]) -> dict[str, Any]:
 
     Errors: ``ValueError`` for fewer than two conversations that have a round.
     """
-    parts: dict[str, list[Evidence]] = {}
+    turns: dict[str, dict[str, list[Evidence]]] = {}  # by domain and conversation
     known, drafter.temperatures = drafter.temperatures, None
     try:
         for path in found:
             if path.length > 1:
-                parts.setdefault(path.example.domain, []).append(evidence(drafter, path))
+                conversation = path.example.name.split(" (turn ")[0]  # its turns are not independent
+                some = turns.setdefault(path.example.domain, {}).setdefault(conversation, [])
+                some.append(evidence(drafter, path))
     finally:
         drafter.temperatures = known
+    parts = {domain: [_sum(one) for one in some.values()] for domain, some in turns.items()}
     if sum(len(some) for some in parts.values()) < 2:
         raise ValueError("calibration needs two held-out answers or more; give more rows with data.path=")
     fitting = [e for some in parts.values() for e in some[::2]]

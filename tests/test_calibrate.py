@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,15 @@ def test_evidence_is_the_rounds_of_replay_and_knows_what_lies_behind_the_end(tar
     assert found.known_RK.tolist() == [[True] * 5] * 3 + [[True] * 4 + [False]]
 
 
+def test_near_the_end_a_refusal_is_known_only_where_acceptance_would_be(target):
+    """Else drafts that no answer is long enough for would be known by their failures alone."""
+    (path,) = paths(target, [tiny.answered(target, num=6, prompt=8, seed=1)], [0, 1])
+    drafter = tiny.untrained(target, "dspark", layer_ids=[0, 1])
+    found = evidence(drafter, path)
+    assert not found.survived_RK.any()  # so that every token starts a round
+    assert found.known_RK.sum(1).tolist() == [5, 4, 3, 2, 1]
+
+
 def test_a_drafter_is_calibrated_on_its_raw_confidences_and_judged_on_other_conversations(target):
     known = [tiny.answered(target, num=24, prompt=8, seed=s, domain="mc"[s % 2] * 4) for s in range(8)]
     drafter = tiny.trained(target, known[:3], steps=40, method="dspark")
@@ -99,6 +109,18 @@ def test_a_drafter_is_calibrated_on_its_raw_confidences_and_judged_on_other_conv
     assert set(once["domains"]) == {"mmmm", "cccc", "overall"}
     assert len(once["temperatures"]) == drafter.max_drafts
     assert "overall" in table(once)
+
+
+def test_the_turns_of_a_conversation_are_on_one_side(target):
+    """Four answers of two conversations: one of them fits, the other is judged."""
+    known = [tiny.answered(target, num=12, prompt=8, seed=s) for s in range(4)]
+    named = [replace(one, name=f"row {at // 2} (turn {at % 2 + 1})") for at, one in enumerate(known)]
+    drafter = tiny.untrained(target, "dspark")
+    found = list(paths(target, named, drafter.layer_ids))
+    result = calibrate(drafter, found)
+    assert (result["fitted_on"], result["judged_on"]) == (1, 1)
+    rounds = [len(evidence(drafter, path).logits_RK) for path in found]
+    assert result["domains"]["overall"][0]["rounds"] == sum(rounds[2:])
 
 
 def test_a_drafter_without_confidences_is_refused(target):
