@@ -152,12 +152,20 @@ def _live(config, target, examples: Sequence[Example], layer_ids, with_last: boo
     found: dict[str, States] = {}
     for group in _by_length(examples, config.batch_tokens):
         for example, states in zip(group, capture(target, group, layer_ids, with_last), strict=True):
-            try:
-                check_states(example.ids, states)
-            except BadStates as reason:
-                raise ValueError(f"{example.name}: the target's states cannot be used: {reason}") from reason
+            refuse_bad(example, states)
             found[document_key(example.ids)] = states
     return [found[document_key(example.ids)] for example in examples]
+
+
+def refuse_bad(example: Example, states: States) -> None:
+    """``ValueError`` naming the row whose states are NaN, infinite or zero."""
+    try:
+        check_states(example.ids, states)
+    except BadStates as reason:
+        raise ValueError(
+            f"{example.name}: the target's states cannot be used: {reason}. Check its dtype (float16 "
+            "overflows) and its attention implementation, or remove the row"
+        ) from reason
 
 
 def _fill(

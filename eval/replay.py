@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from data.capture import capture
+from data.capture import capture, refuse_bad
 from data.pack import pack
 from drafters.method import Drafter
 from drafters.target import Target
@@ -125,9 +125,14 @@ def paths(
     temperature: float = 0.0,
     batch_tokens: int = 2048,
 ) -> Iterator[Path]:
-    """The target's own path through each example, whose supervised tokens are one answer at its end."""
+    """The target's own path through each example, whose supervised tokens are one answer at its end.
+
+    Errors: ``ValueError`` naming a row whose states are NaN, infinite or zero, that holds more answers,
+    or one without a prompt.
+    """
     for group in _groups(examples, batch_tokens):
         for example, states in zip(group, capture(target, group, layer_ids, with_last=True), strict=True):
+            refuse_bad(example, states)
             yield _path(target, example, states, temperature)
 
 
@@ -202,6 +207,8 @@ def _acceptance(
 
 def _path(target: Target, example: Example, states: States, temperature: float) -> Path:
     first = example.mask.index(True)
+    if first == 0:
+        raise ValueError(f"{example.name}: the answer has no prompt before it; leave the row out")
     if not all(example.mask[first:]):
         raise ValueError(f"{example.name}: replay takes one answer at the end of a row; split the turns")
     if temperature > 0:

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.capture import capture
 from data.chat import Renderer
 from data.sources import DOMAINS, DataConfig, read
 from drafters.types import Example
 from drafters.vocab import choose
+from eval import replay
 from eval.replay import Counts, paths, score, walk
 from eval.rollout import rollout
 from tests import tiny
@@ -187,6 +189,24 @@ def test_a_row_of_several_turns_is_refused_by_name(target):
     mask = [*example.mask[:10], False, *example.mask[11:]]
     with pytest.raises(ValueError, match="row 0: replay takes one answer.*split the turns"):
         list(paths(target, [replace(example, mask=mask)], [0]))
+
+
+def test_an_answer_without_a_prompt_is_refused_by_name(target):
+    with pytest.raises(ValueError, match="row 0: the answer has no prompt"):
+        list(paths(target, [tiny.example(20, 0)], [0]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(("value", "reason"), [(float("nan"), "NaN or infinite"), (0.0, "all-zero state at")])
+def test_states_that_are_none_are_refused_by_row(target, answers, temperature, value, reason, monkeypatch):
+    def spoilt(*given, **settings):
+        found = capture(*given, **settings)
+        found[0].last()[0, 3] = value
+        return found
+
+    monkeypatch.setattr(replay, "capture", spoilt)
+    with pytest.raises(ValueError, match=f"{answers[0].name}: .* cannot be used: last: {reason}.*dtype"):
+        list(paths(target, answers[:1], [0, 1], temperature=temperature))
 
 
 @pytest.mark.parametrize("ns", [[], [0], [1, 5]])
