@@ -296,10 +296,21 @@ def _stop_ids(generation: GenerationConfig | None, tokenizer: Any) -> tuple[int,
 
 
 def pick_device(name: str) -> torch.device:
-    """``auto`` is ``cuda`` where a GPU is present (ROCm answers to the same name), else ``cpu``."""
+    """``auto`` is ``cuda`` where a GPU is present (ROCm answers to the same name), else ``cpu``.
+
+    Errors: ``ValueError`` for a name that is no device, or one that this machine does not have.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"hardware.device={name}: write auto, cpu, cuda or cuda:NUMBER") from error
+    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
+        raise ValueError(
+            f"hardware.device={name}: {torch.cuda.device_count()} such devices are here; write auto or cpu"
+        )
+    return device
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

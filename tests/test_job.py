@@ -121,12 +121,14 @@ def test_a_ranks_device_is_its_own_gpu_or_the_one_that_is_named(monkeypatch, ask
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert engine.local_device(asked) == torch.device(given)
     assert current == ([torch.device(given)] if "cuda" in given else [])
 
 
 def test_ranks_do_not_share_one_gpu(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(ValueError, match=r"hardware\.device=cuda:1: 2 ranks would share.*write cuda"):
         engine.local_device("cuda:1")
 

@@ -25,7 +25,15 @@ from data.capture import capture
 from data.pack import pack
 from drafters.dflash import DFlashConfig
 from drafters.method import build
-from drafters.target import HardwareConfig, Target, load, load_tokenizer, pick_dtype, tokenizer_hash
+from drafters.target import (
+    HardwareConfig,
+    Target,
+    load,
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+    tokenizer_hash,
+)
 from drafters.types import Example
 from tests import tiny
 
@@ -273,3 +281,9 @@ def test_dtypes_are_chosen_by_name():
     assert pick_dtype("auto", torch.device("cpu")) in (torch.float32, torch.bfloat16)
     with pytest.raises(ValueError, match="dtype=float16: write one of auto, float32, bfloat16"):
         pick_dtype("float16", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_here_is_refused_by_its_key(name):
+    with pytest.raises(ValueError, match=f"hardware.device={name}: .* cpu"):
+        pick_device(name)
