@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -36,7 +37,7 @@ class RegenerateConfig:
     seed: int = 0  # each row draws from this and its key
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or self.max_new_tokens < 1 or self.temperature < 0:
+        if self.batch < 1 or self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf:
             raise ValueError(
                 "regenerate: batch and max_new_tokens are at least 1, temperature at least 0; "
                 f"found {self.batch}, {self.max_new_tokens}, {self.temperature}"

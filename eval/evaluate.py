@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from math import isclose
+from math import inf, isclose
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class EvalConfig:
             raise ValueError(f"eval.mode={self.mode}: write replay or rollout")
         if self.drafts not in ("greedy", "sampled"):
             raise ValueError(f"eval.drafts={self.drafts}: write greedy or sampled")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < inf:
             raise ValueError(f"eval.temperature={self.temperature}: give 0 (greedy) or more")
         if self.temperature > 0 and self.mode == "rollout":
             raise ValueError(

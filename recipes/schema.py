@@ -50,6 +50,10 @@ class Run:
     eval: EvalConfig = field(default_factory=EvalConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed}: give a number from 0 to {2**32 - 1}")
+
 
 def register() -> None:
     """Put the tree and every method into Hydra's store."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class ServeConfig:
     compare: bool = True  # also decode plainly, and compare ids and speed
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.temperature < 0:
+        if self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"serve.max_new_tokens={self.max_new_tokens}, serve.temperature={self.temperature}: "
                 "give at least 1 token, and a temperature of 0 (greedy) or more"

@@ -318,6 +318,8 @@ def test_rows_without_answers_are_sampled_at_the_temperature(asked, target, rows
         ("eval.max_new_tokens=0", ["eval.max_new_tokens=0", "at least 1"]),
         ("eval.batch=0", ["eval.batch=0", "at least 1"]),
         ("eval.temperature=-1", ["eval.temperature=-1", "0 (greedy) or more"]),
+        ("eval.temperature=nan", ["eval.temperature=nan", "0 (greedy) or more"]),
+        ("eval.temperature=inf", ["eval.temperature=inf", "0 (greedy) or more"]),
         ("eval.drafts=some", ["eval.drafts=some", "greedy or sampled"]),
         ("eval.drafts=sampled", ["eval.drafts=sampled", "above 0"]),
         ("eval.n=[9]", ["eval.n=[9]", "1 to 4 drafts"]),
