@@ -53,13 +53,19 @@ def perform(config: DictConfig, tasks: Mapping[str, Task], default: str) -> None
 
 @contextmanager
 def in_one_message() -> Iterator[None]:
-    """Turn a user's mistake or a full disk into a message and exit code 1, Ctrl-C into exit code 130."""
+    """Turn a user's mistake, a path that cannot be written or read, or a full disk into a message and exit
+    code 1, Ctrl-C into exit code 130."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if os.environ.get("FOREDRAFT_TRACEBACK"):
             raise
         print(f"error: {explain(error)}", file=sys.stderr)
+        sys.exit(1)
+    except (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError) as error:
+        if os.environ.get("FOREDRAFT_TRACEBACK") or error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}; name another file or directory", file=sys.stderr)
         sys.exit(1)
     except (OSError, RuntimeError, SafetensorError) as error:
         if os.environ.get("FOREDRAFT_TRACEBACK") or not _disk_is_full(error):

@@ -249,6 +249,25 @@ def test_a_full_disk_is_named_with_the_remedy(error, free, monkeypatch, capsys):
     assert re.match("error: no space left on the disk .* same command again", capsys.readouterr().err)
 
 
+def test_a_path_that_cannot_be_written_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for path in ("folder", "file/out.jsonl"):
+
+        def main(path=path) -> None:
+            where = tmp_path / path
+            where.parent.mkdir(parents=True, exist_ok=True)
+            where.write_text("")
+
+        with pytest.raises(SystemExit) as ended:
+            cli.start(main)
+        assert ended.value.code == 1
+        assert re.fullmatch(
+            r"error: .*(folder|file): .*; name another file or directory\n", capsys.readouterr().err
+        )
+
+
 def test_other_failures_are_not_taken_for_a_full_disk():
     with pytest.raises(RuntimeError, match="shapes"):
         cli.start(raising(RuntimeError("shapes do not fit")))
