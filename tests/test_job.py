@@ -54,7 +54,19 @@ def test_a_mistake_removes_no_directory_that_was_there(workshop):
     Path("runs/one").mkdir(parents=True)
     with pytest.raises(ValueError, match="no such file"):
         runs.train(workshop, "data.path=nowhere.jsonl")
-    assert Path("runs/one").is_dir()
+    assert names(Path("runs/one")) == {".lock"}  # no record: the mended command is not one of other settings
+    runs.train(workshop, "train.steps=2", "train.eval_every=2")
+
+
+@pytest.mark.parametrize("text", ["", "- one", "{", "settings: x", "settings: {}"])
+def test_a_record_that_is_none_is_refused_and_kept(workshop, text):
+    Path("runs/one").mkdir(parents=True)
+    record = Path("runs/one/recipe.yaml")
+    record.write_text(text)
+    for dtype in ("auto", "float32"):
+        with pytest.raises(ValueError, match=r"recipe\.yaml is no record of a run; .* run=NAME"):
+            runs.train(workshop, f"hardware.dtype={dtype}")
+    assert record.read_text() == text
 
 
 def test_a_mistake_leaves_a_run_as_it_was(workshop, trained):

@@ -40,7 +40,7 @@ LEFT_BY_A_RUN = (
 def open_directory(run: Run, recipe: str | None, device: torch.device) -> Iterator[Path]:
     """``runs/<name>``, for this process alone; refused when it holds a run of other settings.
 
-    A directory made here is gone again when a user's mistake keeps the run from its first step.
+    A directory or record made here is gone again when a user's mistake keeps the run from its first step.
     """
     name = run.run or f"{recipe or run.method.name}-{Path(run.target).resolve().name}"
     if name == ".." or Path(name).name != name:
@@ -58,17 +58,21 @@ def open_directory(run: Run, recipe: str | None, device: torch.device) -> Iterat
         )
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
+        new = False
         try:
             if record.exists() and run.overwrite:
                 _clear(directory)
-            if record.exists():
-                _refuse_other(run, yaml.safe_load(record.read_text())["settings"], directory)
+            new = not record.exists()
+            if not new:
+                _refuse_other(run, _settings_in(record), directory)
             else:
                 write_record(run, directory)
             yield directory
         except ValueError:
             if made and not (directory / "metrics.jsonl").exists():
                 shutil.rmtree(directory)
+            elif new and {path.name for path in directory.iterdir()} <= {record.name, ".lock"}:
+                record.unlink(missing_ok=True)  # else the mended command would be one of other settings
             raise
 
 
@@ -107,9 +111,21 @@ def settle_dtype(run: Run, record: Path, device: torch.device) -> None:
     if device.type == "cpu" and world_size() > 1:
         run.hardware.dtype = "float32"
     elif record.exists() and not run.overwrite:
-        run.hardware.dtype = yaml.safe_load(record.read_text())["settings"]["hardware"]["dtype"]
+        run.hardware.dtype = _settings_in(record)["hardware"]["dtype"]
     else:
         run.hardware.dtype = str(pick_dtype("auto", device)).removeprefix("torch.")
+
+
+def _settings_in(record: Path) -> dict[str, Any]:
+    """The settings that a recipe.yaml records. Errors: ``ValueError`` for a file that is none of ours."""
+    try:
+        found = yaml.safe_load(record.read_text())
+        return {**found["settings"], "hardware": {**found["settings"]["hardware"]}}
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{record} is no record of a run; choose another directory with run=NAME, or overwrite=true to "
+            "start this one again"
+        ) from error
 
 
 def settings_of(run: Run) -> dict[str, Any]:
