@@ -13,7 +13,7 @@ import torch
 import drafters.checkpoint as directory_format
 from data.sources import Row
 from drafters.target import HardwareConfig, load
-from drafters.types import Proposal
+from drafters.types import Example, Proposal
 from eval import replay
 from tests import runs, tiny
 from train import engine, job
@@ -175,6 +175,18 @@ def test_every_domain_is_held_out_and_trained_on(share):
     found = rows(chat=40, code=7, tools=2, rare=1)
     held = Counter(where.split(":")[0] for where in rows_of_run.hold_out(found, share, 0))
     assert held == {"chat": max(1, 40 * share), "code": 4 if share == 0.5 else 1, "tools": 1}
+
+
+def test_a_share_that_leaves_a_domain_nothing_to_train_on_is_refused_by_key_and_domain():
+    with pytest.raises(ValueError, match=r"data\.holdout=0\.8: of 4 conversations of domain code none"):
+        rows_of_run.hold_out(rows(chat=40, code=4), 0.8, 0)
+
+
+def test_opening_words_of_an_assistant_are_no_answer_to_replay():
+    """d03: before the first token of a conversation there is no state to draft from."""
+    mask = [True, False, False, True, True]
+    (turn,) = rows_of_run.turns(Example([20, 21, 22, 23, 24], mask, "chat", "row 0"))
+    assert turn.mask == [False, False, False, True, True]
 
 
 def test_the_seed_of_the_data_draws_what_is_held_out():

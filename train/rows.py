@@ -91,10 +91,16 @@ def hold_out(rows: Sequence[Row], share: float, seed: int) -> set[str]:
         asked = content_id(row.asked, row.tools)
         by_domain.setdefault(row.domain, {}).setdefault(asked, []).append(row.where)
     held: set[str] = set()
-    for conversations in by_domain.values():
+    for domain, conversations in by_domain.items():
         some = list(conversations.values())
         random.Random(seed).shuffle(some)
-        border = split_point(len(some), 1 - share) if len(some) > 1 else 1
+        try:
+            border = split_point(len(some), 1 - share) if len(some) > 1 else 1
+        except ValueError as error:
+            raise ValueError(
+                f"data.holdout={share}: of {len(some)} conversations of domain {domain} none would be left "
+                "to train on; give a smaller share, or data.eval_path=FILE"
+            ) from error
         held.update(where for group in some[border:] for where in group)
     return held
 
@@ -105,12 +111,15 @@ def _row(example: Example) -> str:
 
 
 def turns(example: Example) -> list[Example]:
-    """One example an answer, each with all that came before it: replay walks one answer at a time."""
+    """One example an answer, each with all that came before it: replay walks one answer at a time.
+
+    An assistant's opening words, before which there is nothing, answer no prompt and are left out.
+    """
     out: list[Example] = []
     end = 0
     for supervised, group in groupby(example.mask):
         start, end = end, end + len(list(group))
-        if supervised:
+        if supervised and start > 0:
             name, mask = f"{example.name} (turn {len(out) + 1})", [False] * start + [True] * (end - start)
             out.append(Example(example.ids[:end], mask, example.domain, name))
     return out
