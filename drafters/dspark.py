@@ -220,9 +220,9 @@ class DSpark(BlockDrafter):
         lengths = None
         if config.weighting != "decay":
             lengths = Lengths(config.weighting, num, config.smooth)
-        heard = self.confidence_head is not None
-        loss, found, weights_AK = objective(
-            self, batch, hidden_AKD, self.weights_K, extra=extra, lengths=lengths, acceptance=heard
+        hears = self.confidence_head is not None
+        loss, found, every_AK = objective(
+            self, batch, hidden_AKD, self.weights_K, extra=extra, lengths=lengths, acceptance=hears
         )
         if self.confidence_head is None or found.alpha_P is None:
             return loss
@@ -230,13 +230,10 @@ class DSpark(BlockDrafter):
         logits_AK = self.confidence_logits(seen_AKD, previous_AK)
         alpha_AK = found.alpha_P.view_as(logits_AK).clamp(0, 1)
         bce_AK = F.binary_cross_entropy_with_logits(logits_AK, alpha_AK, reduction="none")
-        bce = (bce_AK * weights_AK).sum()
-        sums = {
-            **loss.sums,
-            "confidence": bce.detach(),
-            "alpha": (alpha_AK * weights_AK).sum().detach(),
-        }
-        return Loss(loss.sum + config.confidence * bce, batch.count, sums, dict.fromkeys(sums, batch.count))
+        bce = (bce_AK * every_AK).sum()
+        heard = {"confidence": bce.detach(), "alpha": (alpha_AK * every_AK).sum().detach()}
+        counts = {**loss.counts, **dict.fromkeys(heard, float(every_AK.sum()))}
+        return Loss(loss.sum + config.confidence * bce, batch.count, {**loss.sums, **heard}, counts)
 
     def path_logits(self, batch: Batch, anchors_A: Tensor, n: int) -> Tensor:
         hidden_AKD = self.hidden_of(batch, anchors_A, n)

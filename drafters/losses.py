@@ -200,10 +200,10 @@ def plain(  # noqa: PLR0913
     softcap: float | None = None,
     extra: Extra | None = None,
     lengths: Lengths | None = None,
-    acceptance: bool = False,
+    heard_P: Tensor | None = None,
 ) -> Found:
-    """The reference: all logits at once."""
-    whole = acceptance or _whole(terms, lengths)
+    """The reference: all logits at once; ``heard_P`` asks for alpha, which comes at every position here."""
+    whole = heard_P is not None or _whole(terms, lengths)
     law = None
     if terms.soft or whole:
         assert teacher is not None, "a soft term needs the target's law"
@@ -233,19 +233,21 @@ def chunked(  # noqa: PLR0913
     softcap: float | None = None,
     extra: Extra | None = None,
     lengths: Lengths | None = None,
-    acceptance: bool = False,
+    heard_P: Tensor | None = None,
     chunk: int = 512,
 ) -> Found:
     """As ``plain``, with at most ``[chunk, V]`` of logits alive at any time.
 
     ``labels_P`` are draft-vocabulary ids; a label of -1 (outside a reduced vocabulary) must have
-    weight 0. The head is frozen: it gets no gradient. Positions of weight 0 cost nothing, and have an
-    alpha of 0; with ``lengths``, blocks without any weight.
+    weight 0. The head is frozen: it gets no gradient. Positions of weight 0 cost nothing and have an
+    alpha of 0, but for those that ``heard_P`` names; with ``lengths``, blocks without any weight.
     """
     assert weights_P[labels_P < 0].abs().sum() == 0, "a label outside the draft vocabulary has weight"
-    whole = acceptance or _whole(terms, lengths)
+    whole = heard_P is not None or _whole(terms, lengths)
     assert teacher is not None or not (terms.soft or whole), "a soft term needs the target's law"
     used_P, unit = weights_P != 0, 1
+    if heard_P is not None:
+        used_P = used_P | heard_P
     if lengths is not None:
         unit = lengths.block
         used_P = used_P.unflatten(0, (-1, unit)).any(1).repeat_interleave(unit)

@@ -25,11 +25,19 @@ def weighted_labels(
 
     ``weights_K(num)`` are the weights of the drafts of a block.
     """
+    labels_AK, weights_AK = _round_labels(drafter, batch, weights_K)
+    return labels_AK, weights_AK * (labels_AK >= 0)
+
+
+def _round_labels(
+    drafter: Drafter, batch: Batch, weights_K: Callable[[int], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The same with the weight of a label that cannot be drafted: a round that comes to it ends there."""
     anchors_A, num = batch.placed()
     labels_AK, valid_AK = block_labels(batch.tokens_BT, batch.mask_BT, batch.doc_BT, anchors_A, num)
     if drafter.vocab is not None:
         labels_AK = drafter.vocab.draft_id_V.to(labels_AK.device)[labels_AK]
-    return labels_AK, weights_K(num).to(labels_AK.device) * valid_AK * (labels_AK >= 0)
+    return labels_AK, weights_K(num).to(labels_AK.device) * valid_AK
 
 
 def counted(drafter: Drafter, batch: Batch, weights_K: Callable[[int], Tensor]) -> Batch:
@@ -58,9 +66,14 @@ def objective(
     lengths: Lengths | None = None,
     acceptance: bool = False,
 ) -> tuple[Loss, Found, Tensor]:
-    """The loss of a placed batch over normed hidden states, what was found, and the weights ``[A, K]``."""
-    labels_AK, weights_AK = weighted_labels(drafter, batch, weights_K)
-    hidden_PD, weights_P = hidden_AKD.flatten(0, 1), weights_AK.flatten()
+    """The loss of a placed batch over normed hidden states, what was found, and weights ``[A, K]``.
+
+    These weights are for what a drafter learns of its rounds, its confidence: they count labels that a
+    reduced vocabulary cannot draft as well, where ``acceptance`` asks for the acceptance probability too.
+    """
+    labels_AK, every_AK = _round_labels(drafter, batch, weights_K)
+    weights_P = (every_AK * (labels_AK >= 0)).flatten()
+    hidden_PD = hidden_AKD.flatten(0, 1)
     terms = drafter.config.loss
     needs_law = terms.soft or acceptance or lengths is not None
     law = teacher(drafter, batch) if needs_law or terms.feature > 0 else None
@@ -74,7 +87,7 @@ def objective(
         drafter.target.softcap,
         extra,
         lengths,
-        acceptance,
+        (every_AK != 0).flatten() if acceptance else None,
     )
     total, sums = found.total, dict(found.sums)
     if terms.feature > 0:
@@ -82,4 +95,4 @@ def objective(
         distance = feature_distance(hidden_PD, law.last_PD, weights_P)
         total = total + terms.feature * distance
         sums["feature"] = distance.detach()
-    return Loss(total, batch.count, sums, dict.fromkeys(sums, batch.count)), found, weights_AK
+    return Loss(total, batch.count, sums, dict.fromkeys(sums, batch.count)), found, every_AK

@@ -194,7 +194,7 @@ def test_the_loss_is_that_of_the_path_the_laws_of_the_target_and_a_confidence(ta
     anchors_A, n = batch.placed()
     kept_N = torch.arange(target.vocab_size) if drafter.vocab is None else drafter.vocab.kept_N
     want = {"ce": 0.0, "l1": 0.0, "confidence": 0.0, "alpha": 0.0}
-    count = 0.0
+    count = heard = 0.0
     with torch.no_grad():
         found, logits_AKN = drafter(batch), drafter.path_logits(batch, anchors_A, n)
         hidden_AKD = drafter.hidden_of(batch, anchors_A, n)
@@ -204,14 +204,14 @@ def test_the_loss_is_that_of_the_path_the_laws_of_the_target_and_a_confidence(ta
             p_TV = target.model(input_ids=tensor([example.ids])).logits[0].softmax(-1)
             for k in range(min(n, len(example.ids) - 1 - inside)):
                 label = (kept_N == example.ids[inside + 1 + k]).nonzero().flatten().tolist()
-                if not label:
-                    continue
                 weight = 2.718281828 ** (-k / 4)
                 q, p = logits_AKN[at, k].softmax(-1), p_TV[inside + k][kept_N]
                 alpha = torch.minimum(p, q).sum()
-                count += weight
-                want["ce"] += weight * float(-q[label[0]].log())
-                want["l1"] += weight * float((p - q).abs().sum())
+                if label:
+                    count += weight
+                    want["ce"] += weight * float(-q[label[0]].log())
+                    want["l1"] += weight * float((p - q).abs().sum())
+                heard += weight  # a label that cannot be drafted ends a round, and a confidence says so
                 want["alpha"] += weight * float(alpha)
                 if drafter.confidence_head is not None:
                     features = [hidden_AKD[at, k]]
@@ -220,6 +220,8 @@ def test_the_loss_is_that_of_the_path_the_laws_of_the_target_and_a_confidence(ta
                     c = torch.sigmoid(drafter.confidence_head.proj(torch.cat(features)))[0]
                     want["confidence"] -= weight * float(alpha * c.log() + (1 - alpha) * (1 - c).log())
     assert found.count == pytest.approx(count, rel=1e-5)
+    if drafter.confidence_head is not None:
+        assert found.counts["alpha"] == found.counts["confidence"] == pytest.approx(heard, rel=1e-5)
     named = want if drafter.confidence_head is not None else {"ce": want["ce"], "l1": want["l1"]}
     for name, value in named.items():
         assert float(found.sums[name]) == pytest.approx(value, rel=1e-4), name
