@@ -89,6 +89,18 @@ def test_overwrite_starts_again_from_nothing(workshop, trained):
     assert {line["step"] for line in runs.metrics(again)} == {2}
 
 
+def test_overwrite_keeps_the_old_run_until_the_new_one_has_begun(workshop, trained):
+    before = names(trained)
+    with pytest.raises(ValueError, match=r"nowhere\.jsonl"):
+        runs.train(workshop, "overwrite=true", "data.path=nowhere.jsonl")
+    assert names(trained) == before
+    halfway = trained / ".replaced.tmp"  # killed while files were moved
+    halfway.mkdir()
+    (trained / "drafter").rename(halfway / "drafter")
+    assert runs.train(workshop) == trained
+    assert names(trained) == before
+
+
 def test_overwrite_deletes_nothing_that_is_not_a_runs(workshop, trained):
     thesis = trained / "thesis.txt"
     thesis.write_text("mine")

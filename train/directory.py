@@ -34,6 +34,7 @@ LEFT_BY_A_RUN = (
     "recipe.yaml*", "metrics.*", "checkpoints", "best*.safetensors", "best*.tmp", "drafter", "drafter.tmp",
     "report*", "answers-*", "wandb", ".lock",
 )  # fmt: skip
+REPLACED = ".replaced"  # in a run's directory: the run that overwrite=true is about to replace
 
 
 @contextmanager
@@ -52,7 +53,8 @@ def open_directory(run: Run, recipe: str | None, device: torch.device) -> Iterat
         yield directory
         return
     made = not directory.exists()
-    if not made and not record.exists() and any(path.name != ".lock" for path in directory.iterdir()):
+    own = (".lock", REPLACED, REPLACED + ".tmp")
+    if not made and not record.exists() and any(path.name not in own for path in directory.iterdir()):
         raise ValueError(
             f"{directory} exists and is no run (it has no recipe.yaml); choose another with run=NAME"
         )
@@ -60,8 +62,9 @@ def open_directory(run: Run, recipe: str | None, device: torch.device) -> Iterat
     with _locked(directory):
         new = False
         try:
+            _bring_back(directory)
             if record.exists() and run.overwrite:
-                _clear(directory)
+                _set_aside(directory)
             new = not record.exists()
             if not new:
                 _refuse_other(run, _settings_in(record), directory)
@@ -74,6 +77,8 @@ def open_directory(run: Run, recipe: str | None, device: torch.device) -> Iterat
             elif new and {path.name for path in directory.iterdir()} <= {record.name, ".lock"}:
                 record.unlink(missing_ok=True)  # else the mended command would be one of other settings
             raise
+        finally:
+            _bring_back(directory)
 
 
 @contextmanager
@@ -89,19 +94,36 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def _clear(directory: Path) -> None:
-    """Delete what a run left, for ``overwrite=true``, and nothing where there is more than that."""
+def _set_aside(directory: Path) -> None:
+    """Move what a run left into ``REPLACED``, for ``overwrite=true``; refused where there is more."""
     for path in directory.iterdir():
         if not any(fnmatch(path.name, pattern) for pattern in LEFT_BY_A_RUN):
             raise ValueError(
                 f"overwrite=true: {path} is nothing that a run leaves; move it away, or choose another "
                 "directory with run=NAME"
             )
+    scratch = directory / (REPLACED + ".tmp")
+    scratch.mkdir()
     for path in directory.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != ".lock":
-            path.unlink()
+        if path != scratch and path.name != ".lock":
+            path.rename(scratch / path.name)
+    scratch.rename(directory / REPLACED)
+
+
+def _bring_back(directory: Path) -> None:
+    """A replaced run goes when the new one has begun; until then a mistake in the command brings it back."""
+    replaced, halfway = directory / REPLACED, directory / (REPLACED + ".tmp")
+    if halfway.exists():  # killed while it was moved: the rest is still in its place
+        for path in halfway.iterdir():
+            path.rename(directory / path.name)
+        halfway.rmdir()
+    if not (directory / "metrics.jsonl").exists() and replaced.exists():
+        for path in directory.iterdir():
+            if path != replaced and path.name != ".lock":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in replaced.iterdir():
+            path.rename(directory / path.name)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def settle_dtype(run: Run, record: Path, device: torch.device) -> None:
