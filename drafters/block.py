@@ -354,7 +354,7 @@ def start_from_target(drafter: BlockDrafter) -> None:
     ids = config.init_layers or list(range(target.num_layers - config.num_layers, target.num_layers))
     if len(ids) != config.num_layers:
         raise ValueError(f"method.init_layers={ids}: give {config.num_layers} layer ids, one a draft layer")
-    for layer, k in zip(drafter.layers, target.check_layers(ids), strict=True):
+    for layer, k in zip(drafter.layers, target.check_layers(ids, "method.init_layers"), strict=True):
         copy_layer(layer, target, k)
     drafter.norm.weight.copy_(target.decoder.norm.weight)
     below = [i for i, k in enumerate(drafter.layer_ids) if k < ids[-1]]

@@ -244,7 +244,8 @@ class DSpark(BlockDrafter):
         return logits_AKN + self.markov_head.markov_w2(factor_AKR)
 
     def start(self, examples: Iterable[Example]) -> str | None:
-        if self.markov_head is not None and self.config.markov_init == "bigram":
+        taken = self.fresh is not None and not any("markov_w" in name for name in self.fresh)
+        if self.markov_head is not None and self.config.markov_init == "bigram" and not taken:
             start_from_bigrams(self.markov_head, self.vocab, examples)
         if self.fresh is None:
             return None

@@ -17,10 +17,8 @@ def draft_shape(
 ) -> Qwen3Config:
     """Sizes and rotary positions of draft layers, taken from the target; key and value heads where given."""
     source = target.config
-    rope = source.rope_parameters
-    if "rope_type" not in rope:  # one set a layer type: a draft has only full or only sliding layers
-        rope = rope["full_attention" if sliding_window is None else "sliding_attention"]
-    rope = {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
+    rope = _rope(target, sliding_window is not None)
+    rope = {k: v for k, v in rope.items() if k != "partial_rotary_factor"}  # draft layers rotate whole heads
     return Qwen3Config(
         vocab_size=target.vocab_size,
         hidden_size=source.hidden_size,
@@ -37,6 +35,12 @@ def draft_shape(
         layer_types=["full_attention" if sliding_window is None else "sliding_attention"] * num_layers,
         tie_word_embeddings=False,
     )
+
+
+def _rope(target: Target, sliding: bool = False) -> dict[str, Any]:
+    """The target's rotary settings; one set a layer type: a draft has only full or only sliding layers."""
+    found = target.config.rope_parameters
+    return found if "rope_type" in found else found["sliding_attention" if sliding else "full_attention"]
 
 
 def layer_config(shape: Qwen3Config, family: str = "qwen3") -> dict[str, Any]:
@@ -66,6 +70,12 @@ def copy_layer(layer: ContextLayer, target: Target, k: int) -> None:
         raise ValueError(
             f"method.init=target: the MLP of a draft layer is silu, that of {target.name} {act}; "
             "use method.init=random"
+        )
+    partial = _rope(target).get("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise ValueError(
+            f"method.init=target: {target.name} rotates partial_rotary_factor={partial} of each head, a "
+            "draft layer all of it, so that a copy would compute something else; use method.init=random"
         )
     source = target.layers[k]
     theirs = dict(source.named_parameters())

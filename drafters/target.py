@@ -107,12 +107,12 @@ class Target:
     def softcapped(self, logits: Tensor) -> Tensor:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
-    def check_layers(self, layer_ids: Sequence[int]) -> list[int]:
+    def check_layers(self, layer_ids: Sequence[int], key: str = "method.layer_ids") -> list[int]:
         """The ids, if ascending and present; the drafter concatenates states in ascending order."""
         ids = list(layer_ids)
         if not ids or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < self.num_layers:
             raise ValueError(
-                f"layer ids {ids}: give distinct ascending ids between 0 and {self.num_layers - 1}; "
+                f"{key}={ids}: give distinct ascending ids between 0 and {self.num_layers - 1}; "
                 f"{self.name} has {self.num_layers} decoder layers and id k is the output of layer k"
             )
         return ids

@@ -521,3 +521,11 @@ def test_slot_s_is_read_at_slot_s_though_the_last_layer_skips_the_anchors():
 
     drafter.layers[-1].forward = whole
     assert difference(quick_AKD, drafter.hidden_of(batch, anchors_A, 4)) <= 1e-5
+
+
+def test_a_target_that_rotates_a_part_of_its_heads_is_not_copied():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    of = tiny.target(rope_parameters=rope)
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.5 .* use method\.init=random"):
+        tiny.dflash(of, init="target")
+    assert tiny.dflash(of, init="random").shape.rope_parameters["rope_type"] == "default"

@@ -398,6 +398,14 @@ def test_a_start_that_does_not_fit_is_refused(target, tmp_path, settings, words)
         loud_from(target, tmp_path / "dflash", **settings)
 
 
+def test_markov_factors_that_were_taken_over_are_not_started_again(target, tmp_path):
+    first = loud(target)
+    write(first, tmp_path / "first")
+    again = loud_from(target, tmp_path / "first", markov_init="bigram")
+    assert again.start([tiny.answered(target)]).endswith("all of them")
+    assert torch.equal(again.markov_head.markov_w1.weight, first.markov_head.markov_w1.weight)
+
+
 def test_a_start_from_nowhere_is_refused_by_its_key(target, tmp_path):
     with pytest.raises(ValueError, match=r"method\.start_from=.*nowhere: .*no config\.json"):
         loud_from(target, tmp_path / "nowhere")
