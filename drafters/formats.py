@@ -112,7 +112,8 @@ def load_tensors(directory: Path) -> dict[str, Tensor]:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     held: dict[str, Tensor] = {}
     for name in names:
-        assert Path(name).name == name, name
+        if Path(name).name != name:
+            raise ValueError(f"{index}: {name!r} is not a file beside it; download the directory again")
         try:
             held |= load_file(directory / name)
         except (SafetensorError, OSError) as error:

@@ -199,7 +199,8 @@ def _eagle3_settings(fields: Fields, target: Target) -> MethodConfig:
     fields.must_be("use_aux_norm", False, "write fc_norm, and fc_norm.0 for aux_norm_low and so on")
     ids = _eagle3_layers(fields, target)
     fields.must_be("num_aux_hidden_states", len(ids), f"it reads the layers {ids}")
-    return all_methods()["eagle3"].config_class(
+    make: Any = all_methods()["eagle3"].config_class  # knows more keys than its base
+    return make(
         layer_ids=ids,
         layer_type="llama",
         kv_heads=fields["num_key_value_heads"],
@@ -309,7 +310,8 @@ def _block_settings(fields: Fields, target: Target, method: str, **more: Any) ->
     window = _sliding_window(fields)
     for key in ("is_causal", "causal"):
         fields.must_be(key, window is not None, "sliding layers are causal here and full ones are not")
-    return all_methods()[method].config_class(
+    make: Any = all_methods()[method].config_class
+    return make(
         block_size=fields["block_size"],
         num_layers=fields["num_hidden_layers"],
         layer_ids=list(fields["target_layer_ids"]),
@@ -387,7 +389,7 @@ def _dspark_refusal(drafter: Drafter) -> str | None:
 
 
 def _dspark_config(drafter: Drafter) -> dict[str, Any]:
-    heads = {"markov_rank": 0, "enable_confidence_head": False}
+    heads: dict[str, Any] = {"markov_rank": 0, "enable_confidence_head": False}
     described = drafter.describe()
     if "markov_rank" in described:
         heads = {key: described[key] for key in ("markov_rank", "enable_confidence_head")}
@@ -417,7 +419,11 @@ def _dspark_settings(fields: Fields, target: Target) -> MethodConfig:
             bool(rank),
             "a confidence reads the Markov embedding where there is one",
         )
-    heads = {"markov": kind, "confidence": 1.0 if heard else 0.0, **({"markov_rank": rank} if rank else {})}
+    heads: dict[str, Any] = {
+        "markov": kind,
+        "confidence": 1.0 if heard else 0.0,
+        **({"markov_rank": rank} if rank else {}),
+    }
     return _block_settings(fields, target, "dspark", anchor_predicts=True, **heads)
 
 
