@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafters import formats
 from drafters.files import flush, replace_file
 from drafters.method import Drafter, all_methods
 from drafters.target import HardwareConfig, Target
@@ -70,8 +71,9 @@ def note(directory: Path, **facts: Any) -> None:
 def tensors(drafter: Drafter) -> dict[str, Tensor]:
     """Every tensor of the file, by its name in the speculators scheme."""
     out = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
-    if drafter.vocab is not None:
+    if drafter.vocab is not None or drafter.own_head_ND is not None:
         out["lm_head.weight"] = drafter.head_ND.detach().cpu().contiguous()
+    if drafter.vocab is not None:
         out["d2t"] = drafter.vocab.d2t_N
         out["t2d"] = drafter.vocab.t2d_V
     return out
@@ -111,6 +113,7 @@ def config(drafter: Drafter, notes: dict[str, Any]) -> dict[str, Any]:
             "version": own_version(),
             "target": target.fingerprint,
             "dtype": str(target.dtype).removeprefix("torch."),
+            "own_head": drafter.own_head_ND is not None,
             "vllm": {
                 "servable": refusal is None,
                 "why": refusal or "the speculators layout, as vLLM reads it",
@@ -130,9 +133,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); export the run again") from error
     if "speculators_model_type" not in found:
-        raise ValueError(
-            f"drafter={directory}: config.json has no speculators_model_type; it is not a drafter of ours"
-        )
+        formats.recognise(found, directory)
     return found
 
 
@@ -143,12 +144,17 @@ def hardware_for(directory: Path, hardware: HardwareConfig) -> HardwareConfig:
 
 
 def read(directory: Path, target: Target) -> Drafter:
-    """The drafter of a directory, strictly: every tensor named, shaped and used.
+    """The drafter of a directory, ours or others', strictly: every tensor named, shaped and used.
 
     Errors: ``ValueError`` naming the field or tensor, for another target, an unknown method, or a file
     that does not fit its config.
     """
     found = read_config(directory)
+    if "speculators_model_type" not in found:
+        _check_target(found.get("foredraft", {}).get("target"), target, directory)
+        drafter = formats.read(found, directory, target)
+        _check_finite(drafter.state_dict(), str(directory))
+        return drafter
     try:
         return _read(found, directory, target)
     except KeyError as error:
@@ -192,6 +198,8 @@ def _read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:
     _load_strictly(drafter, held, directory)
     _check_layer_config(drafter, found["transformer_layer_config"], directory)
     head = maps["lm_head.weight"]
+    if head is not None and found.get("foredraft", {}).get("own_head"):
+        drafter.take_head(head)
     # In bfloat16, the coarser of the two dtypes that the target may have been loaded in, then and now.
     if head is not None and not torch.equal(head.bfloat16(), drafter.head_ND.cpu().bfloat16()):
         raise ValueError(f"{directory}: lm_head.weight is not the rows of the target's head that d2t names")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -20,3 +23,23 @@ def flush(path: Path) -> None:
         if file.is_file():
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
+
+
+@contextmanager
+def new_directory(directory: Path) -> Iterator[Path]:
+    """A directory that appears whole: filled under a temporary name, flushed, renamed; or nothing at all.
+
+    Errors: ``ValueError`` where something of that name exists, which is left as it is.
+    """
+    if directory.exists():
+        raise ValueError(f"out={directory} exists already; name a new directory, or remove it first")
+    scratch = directory.with_name(directory.name + ".tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+        flush(scratch)
+    except BaseException:
+        shutil.rmtree(scratch)
+        raise
+    os.replace(scratch, directory)

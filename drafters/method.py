@@ -65,7 +65,7 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         self.vocab = vocab
-        self._shared: dict[str, Any] = {"target": target, "head": None}
+        self._shared: dict[str, Any] = {"target": target, "head": None, "own_head": None}
         self.layer_ids = target.check_layers(self.choose_layers(config, target.num_layers))
 
     @property
@@ -74,14 +74,30 @@ class Drafter(nn.Module):
 
     @property
     def head_ND(self) -> Tensor:
-        """The target's head over the draft vocabulary, where and in what the drafter's products are."""
+        """The head over the draft vocabulary, where and in what the drafter's products are.
+
+        These are rows of the target's head, unless the drafter was read with one of its own.
+        """
         like = next(self.parameters())
         head, dtype = self._shared["head"], product_dtype(like)
         if head is None or head.dtype != dtype or head.device != like.device:
-            weight_VD = self.target.head_weight_VD
-            rows = weight_VD if self.vocab is None else weight_VD[self.vocab.kept_N.to(weight_VD.device)]
+            rows = self._target_rows() if self.own_head_ND is None else self.own_head_ND
             head = self._shared["head"] = rows.detach().to(like.device, dtype)
         return head
+
+    @property
+    def own_head_ND(self) -> Tensor | None:
+        """The head that others trained this drafter with; ``None`` where it shares the target's."""
+        return self._shared["own_head"]
+
+    def take_head(self, weight_ND: Tensor) -> None:
+        """Score drafts with this head in place of the target's. It stays as it is: it is no parameter."""
+        assert weight_ND.shape == self._target_rows().shape, weight_ND.shape
+        self._shared |= {"own_head": weight_ND, "head": None}
+
+    def _target_rows(self) -> Tensor:
+        weight_VD = self.target.head_weight_VD
+        return weight_VD if self.vocab is None else weight_VD[self.vocab.kept_N.to(weight_VD.device)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the draft vocabulary of hidden states after the drafter's own norm."""

@@ -87,8 +87,18 @@ def choose(counts_V: Tensor, num: int, always: Iterable[int] = (), usable: int |
 
 
 def from_maps(d2t_N: Tensor, t2d_V: Tensor | None, size: int) -> DraftVocab:
-    """Read the maps of a checkpoint, refusing absolute ids in ``d2t`` and maps that disagree."""
-    kept_N = d2t_N.long() + torch.arange(len(d2t_N))
+    """Read the maps of a checkpoint, refusing absolute ids in ``d2t`` and maps that disagree.
+
+    Offsets cannot rise at every id unless no two neighbouring ids are kept; absolute ids always do.
+    """
+    d2t_N = d2t_N.long()
+    kept_N = d2t_N + torch.arange(len(d2t_N))
+    rising = len(d2t_N) > 1 and bool((d2t_N[1:] > d2t_N[:-1]).all())
+    if rising and (t2d_V is None or torch.equal(t2d_V.nonzero().flatten(), d2t_N)):
+        raise ValueError(
+            "d2t: looks like absolute target ids; it must hold offsets, target id - draft id: subtract "
+            "arange(len(d2t)), and store t2d, which tells the two apart"
+        )
     if not bool((kept_N[1:] > kept_N[:-1]).all()):
         raise ValueError("d2t: target ids are not ascending; it must hold offsets (target id - draft id)")
     vocab = DraftVocab(kept_N, size)

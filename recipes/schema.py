@@ -33,6 +33,7 @@ class Run:
     overwrite: bool = False  # start a run of this name again, deleting the one that is there
     target: str = EMBEDDED  # a directory, a hub name, or smollm2-embedded
     drafter: str | None = None  # a drafter directory
+    format: str | None = None  # how train task=export lays a directory out: vllm, zlab, deepspec or sglang
     runs: list[str] | None = None  # names under runs/, or directories, to compare
     out: str | None = None  # a file or directory to write
     prompt: str | None = None

@@ -71,7 +71,7 @@ def test_maps_lead_from_draft_ids_to_target_ids_and_back():
 
 
 def test_written_maps_read_back_as_the_same_vocabulary():
-    vocab = DraftVocab(tensor([0, 3, 7]), 8)
+    vocab = DraftVocab(tensor([0, 1, 3, 7]), 8)
     for t2d in (vocab.t2d_V, vocab.t2d_V.int(), None):
         assert torch.equal(from_maps(vocab.d2t_N, t2d, 8).kept_N, vocab.kept_N)
     assert torch.equal(from_maps(vocab.d2t_N.int(), None, 8).kept_N, vocab.kept_N)
@@ -103,8 +103,10 @@ def test_ids_that_are_no_subset_of_the_target_are_refused(kept, match):
     ("d2t", "t2d", "match"),
     [
         ([1, 4, 3], None, "must hold offsets"),  # ids in order of frequency
-        ([0, 8], None, r"id 9 is outside"),  # another target's
-        ([0, 3], [1, 0, 0, 1, 0, 0], "t2d and d2t name different tokens"),
+        ([0, 0, 7], None, r"id 9 is outside"),  # another target's
+        ([0, 3], [1, 0, 0, 1, 0, 0], "looks like absolute target ids"),
+        ([0, 3], None, "looks like absolute target ids"),  # perhaps it is none: t2d would tell
+        ([0, 0], [1, 0, 0, 1, 0, 0], "t2d and d2t name different tokens"),
         ([0, 3], [1, 0, 0, 0, 1], "t2d and d2t name different tokens"),  # of another length
     ],
 )
