@@ -88,6 +88,8 @@ def choose(counts_V: Tensor, num: int, always: Iterable[int] = (), usable: int |
 
 def from_maps(d2t_N: Tensor, t2d_V: Tensor | None, size: int) -> DraftVocab:
     """Read the maps of a checkpoint, refusing absolute ids in ``d2t`` and maps that disagree."""
+    if t2d_V is not None and torch.equal(d2t_N.long(), t2d_V.nonzero()[:, 0]):
+        raise ValueError("d2t: these are target ids; it must hold offsets (target id - draft id)")
     kept_N = d2t_N.long() + torch.arange(len(d2t_N))
     if not bool((kept_N[1:] > kept_N[:-1]).all()):
         raise ValueError("d2t: target ids are not ascending; it must hold offsets (target id - draft id)")
