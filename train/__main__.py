@@ -1,15 +1,17 @@
-"""``python -m train +recipe=dflash``: train a drafter, export it, report what it accepts."""
+"""``python -m train +recipe=dflash``: train a drafter, export it, report what it accepts; ``task=check``."""
 
 import hydra
 from omegaconf import DictConfig
 
 from recipes.cli import perform, recipe_name, start
+from train.check import check
 from train.job import run_training
 
 
 @hydra.main(version_base="1.3", config_path="../recipes", config_name="run")
 def main(config: DictConfig) -> None:
-    perform(config, {"train": lambda run: run_training(run, recipe_name())}, "train")
+    tasks = {"train": lambda run: run_training(run, recipe_name()), "check": check}
+    perform(config, tasks, "train")
 
 
 if __name__ == "__main__":
