@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +24,8 @@ from tests.commands import CPU, command
 from train.check import examine
 from train.gate import deliver
 
-BLOCK = {"init": "random", "layer_ids": [1, 3], "block_size": 5, "mask_token": 3}
-KINDS = {
+BLOCK: dict[str, Any] = {"init": "random", "layer_ids": [1, 3], "block_size": 5, "mask_token": 3}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash": ("dflash", BLOCK),
     "window": ("dflash", {**BLOCK, "sliding_window": 6}),
     "reduced": ("dflash", {**BLOCK, "draft_vocab": 50}),
@@ -134,7 +136,8 @@ def ids_of(held) -> torch.Tensor:
 
 LAYERS, MARKOV, BIAS = "transformer_layer_config", "markov_head.markov_w", "confidence_head.proj.bias"
 INPUT, AFTER = "layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight"
-FAULTS = {
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
+FAULTS: dict[str, tuple[str, Change, str]] = {
     "layer ids +1": ("dflash", shift("aux_hidden_state_layer_ids", 1), r"state_layer_ids=\[3, 5\] are the"),
     "layer ids -1": (
         "eagle3",

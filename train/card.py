@@ -69,8 +69,8 @@ def _origin(target: str, facts: dict[str, Any]) -> str:
         "target": f"{target}, weights {weights}, tokenizer {facts['target']['tokenizer']}",
         "kept layers": f"outputs of {facts['layer_ids']}, counted from 0",
         "recipe": f"{facts['recipe']}, the weights of step {facts['trained_steps']}",
-        "training data": f"{data['file']}: {data['train_rows']} rows, the longest of {facts['training_context']} "
-        f"tokens; {data['training_tokens']} supervised tokens",
+        "training data": f"{data['file']}: {data['train_rows']} rows, {data['training_tokens']} supervised "
+        f"tokens, training context {facts['training_context']}",
         "held out": f"{data['held_out_rows']} answers",
         "data hash": f"{data['key']}, over ids and loss masks of both",
         "versions": versions,
