@@ -112,12 +112,14 @@ def config(drafter: Drafter, notes: dict[str, Any]) -> dict[str, Any]:
         "foredraft": {
             "version": own_version(),
             "target": target.fingerprint,
+            "layer_ids": drafter.layer_ids,  # outputs, where the key above counts inputs
             "dtype": str(target.dtype).removeprefix("torch."),
             "own_head": drafter.own_head_ND is not None,
             "vllm": {
                 "servable": refusal is None,
                 "why": refusal or "the speculators layout, as vLLM reads it",
             },
+            **({} if drafter.temperatures is None else {"confidence_temperatures": drafter.temperatures}),
             **notes,
         },
     }
@@ -175,6 +177,7 @@ def _read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:
             f"{directory}/model.safetensors cannot be read: {error}; export the run again"
         ) from error
     _check_finite(held, f"{directory}/model.safetensors")
+    _check_dtype(held, found["dtype"], directory)
     maps = {key: held.pop(key, None) for key in ("d2t", "t2d", "lm_head.weight")}
     if maps["d2t"] is not None and maps["lm_head.weight"] is None:
         raise ValueError(
@@ -196,6 +199,7 @@ def _read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:
     drafter = cls(settings, target, vocab)
     drafter.temperatures = found.get("foredraft", {}).get("confidence_temperatures")
     _load_strictly(drafter, held, directory)
+    _check_layer_ids(drafter, found, directory)
     _check_layer_config(drafter, found["transformer_layer_config"], directory)
     head = maps["lm_head.weight"]
     if head is not None and found.get("foredraft", {}).get("own_head"):
@@ -210,6 +214,20 @@ def _check_finite(held: dict[str, Tensor], where: str) -> None:
     bad = [name for name, value in held.items() if not bool(torch.isfinite(value).all())]
     if bad:
         raise ValueError(f"{where}: NaN or infinite numbers in {bad}; export an earlier checkpoint")
+
+
+def _check_dtype(held: dict[str, Tensor], declared: str, directory: Path) -> None:
+    other = {
+        name: str(value.dtype).removeprefix("torch.")
+        for name, value in held.items()
+        if value.is_floating_point() and str(value.dtype) != f"torch.{declared}"
+    }
+    if other:
+        name, dtype = next(iter(other.items()))
+        raise ValueError(
+            f"{directory}: config.json says dtype={declared!r}, but {len(other)} tensors are of another, the "
+            f"first {name} of {dtype}"
+        )
 
 
 def _load_strictly(drafter: Drafter, held: dict[str, Tensor], directory: Path) -> None:
@@ -227,6 +245,17 @@ def _load_strictly(drafter: Drafter, held: dict[str, Tensor], directory: Path) -
             )
     drafter.to(next(iter(held.values())).dtype)
     drafter.load_state_dict(held)
+
+
+def _check_layer_ids(drafter: Drafter, found: dict[str, Any], directory: Path) -> None:
+    """Against our own record, where there is one: an id of the other convention still loads."""
+    recorded = found.get("foredraft", {}).get("layer_ids")
+    if recorded is not None and recorded != drafter.layer_ids:
+        key = drafter.layer_ids_key
+        raise ValueError(
+            f"{directory}: {key}={found[key]} are the inputs of layers, so their outputs are "
+            f"{drafter.layer_ids}; foredraft.layer_ids={recorded} says otherwise"
+        )
 
 
 def _check_layer_config(drafter: Drafter, stored: dict[str, Any], directory: Path) -> None:

@@ -17,9 +17,8 @@ from drafters.dflash import DFlashConfig
 from drafters.method import Drafter, build
 from drafters.target import EMBEDDED, HardwareConfig, Target
 from drafters.vocab import choose
-from recipes.schema import Run
 from tests import tiny
-from train.export import card
+from train.card import serving
 
 KINDS = {
     "plain": {},
@@ -128,9 +127,7 @@ def test_directory_and_card_say_whether_vllm_can_serve_it(target, tmp_path, anch
     vllm = config_of(tmp_path / "drafter")["foredraft"]["vllm"]
     assert vllm["servable"] is not anchor_predicts
     assert vllm["why"]
-    found = {"drafter": str(tmp_path / "drafter"), "method": "dflash", "max_n": 4, "temperature": 0.0}
-    row = {"prompts": 1, "tau": 2.0, "tau_ci95": [1.0, 3.0], "survival": [0.5]}
-    text = card(Run(target=name), {**found, "domains": {}, "overall": row})
+    text = serving(name, {"method": "dflash", "max_n": 4}, vllm)
     place = "TARGET" if name == EMBEDDED else name
     assert (f"vllm serve {place} --speculative" in text) is not anchor_predicts
     assert ("Not for vLLM: " in text) is anchor_predicts

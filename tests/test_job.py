@@ -18,7 +18,7 @@ from eval import replay
 from tests import runs, tiny
 from train import engine, job
 from train import rows as rows_of_run
-from train.export import serving_difference
+from train.gate import serving_difference
 
 
 @pytest.fixture(autouse=True)

@@ -169,7 +169,7 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 
 def _refuse_other(run: Run, stored: dict[str, Any], directory: Path) -> None:
-    mine, theirs = _flat(settings_of(run)), _flat(stored)
+    mine, theirs = flat(settings_of(run)), flat(stored)
     other = [key for key in sorted(mine.keys() | theirs.keys()) if mine.get(key) != theirs.get(key)]
     if other:
         shown = "\n".join(f"  {key}: {theirs.get(key)!r} there, {mine.get(key)!r} now" for key in other[:12])
@@ -179,11 +179,12 @@ def _refuse_other(run: Run, stored: dict[str, Any], directory: Path) -> None:
         )
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree as one level of dotted keys."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            out.update(_flat(value, f"{prefix}{key}."))
+            out.update(flat(value, f"{prefix}{key}."))
         else:
             out[prefix + key] = value
     return out
