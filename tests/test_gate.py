@@ -172,7 +172,7 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     "layout flag": (
         "dflash", put("sample_from_anchor", True), "speculative_tokens=4, but .*sample_from_anchor=True"
     ),
-    "absolute d2t": ("reduced", tensor("d2t", ids_of), "d2t: these are target ids"),
+    "absolute d2t": ("reduced", tensor("d2t", ids_of), "d2t: looks like absolute target ids"),
     "shuffled t2d": ("eagle3", tensor("t2d", lambda held: held["t2d"].flip(0)), "t2d and d2t name different"),
     "wrong dtype": (
         "dflash", tensor("norm.weight", lambda held: held["norm.weight"].half()), "norm.weight of float16"
