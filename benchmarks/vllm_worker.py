@@ -72,11 +72,12 @@ def main() -> None:
     answers = []
     for one in engine.generate(asked, greedy, use_tqdm=False):
         (answer,) = one.outputs
+        heard = answer.spec_decode_metrics  # none for an answer that ends with the prefill's token
         answers.append(
             {
                 "tokens": list(answer.token_ids),
-                "accepted": answer.spec_decode_metrics.per_step_accepted,
-                "drafted": answer.spec_decode_metrics.per_step_drafted,
+                "accepted": heard.per_step_accepted if heard else [],
+                "drafted": heard.per_step_drafted if heard else [],
             }
         )
     facts = {"vllm": vllm.__version__, "torch": torch.__version__}

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import device_step, options, train_step, vllm_parity
+from benchmarks import device_step, options, peer_parity, train_step, vllm_parity
 from benchmarks.step import Shapes, Step
-from drafters.method import all_methods
+from data.pack import pack
+from drafters.method import all_methods, build
 from drafters.types import Example
-from eval.replay import rounds
+from eval.replay import paths, rounds
+from tests import tiny
 
 SHAPES = Shapes(
     hidden=48, inner=96, heads=6, kv_heads=2, head_size=8, vocab=300, tokens=96, anchors=16, drafts=3
@@ -117,3 +119,38 @@ def test_prompts_are_taken_from_the_domains_in_turns():
     names = [example.name for example in vllm_parity.spread(found, 3)]
     assert names == ["code0", "chat0", "code1"]
     assert len(vllm_parity.spread(found, 0)) == 6
+
+
+@pytest.mark.parametrize("method", sorted(all_methods()))
+def test_an_engine_that_does_as_we_do_has_our_acceptance(method):
+    target = tiny.target()
+    drafter = build(all_methods()[method].config_class(init="random", layer_ids=[0, 1]), target).eval()
+    (path,) = paths(target, [tiny.answered(target)], drafter.layer_ids)
+    walked = vllm_parity.replayed(drafter, path, 3)
+    answer = {"tokens": path.tokens, "accepted": [a for _, a in walked], "drafted": [3] * len(walked)}
+    row = vllm_parity.judge(drafter, [answer], [path], 3)
+    assert (row["off_path"], row["parted"], row["largest_difference"]) == (0, 0, 0.0)
+    assert row["rounds"]["vllm"] == len(walked) - 1
+
+
+@pytest.mark.parametrize("method", sorted(all_methods()))
+def test_logits_that_a_peer_lays_out_its_own_way_are_compared_anchor_by_anchor(method):
+    target = tiny.target()
+    drafter = build(all_methods()[method].config_class(init="random", layer_ids=[0, 1]), target).eval()
+    num = drafter.max_drafts
+    (path,) = paths(target, [tiny.answered(target)], drafter.layer_ids)
+    asked = peer_parity.given(drafter, [path])
+    anchors_A = peer_parity.anchors_of(path, num)
+    batch = pack([path.example], [path.states])
+    ours_AKN = drafter.path_logits(batch, anchors_A, num)
+    if method == "eagle3":  # its row t of step k predicts what follows the pair (state t, token t + 1)
+        theirs = torch.zeros(num, asked["tokens.0"].shape[0], ours_AKN.shape[-1])
+        theirs[:, anchors_A - 1] = ours_AKN.transpose(0, 1)
+        assert asked["tokens.0"].tolist() == path.example.ids[1:]
+    else:
+        anchor_slot = torch.zeros(len(anchors_A), drafter.config.first_slot, ours_AKN.shape[-1])
+        theirs = torch.cat([anchor_slot, ours_AKN], 1).flatten(0, 1)[None]
+        assert asked["tokens.0"].tolist() == path.example.ids
+        assert asked["mask.0"].nonzero()[:, 0].tolist() == anchors_A.tolist()
+    theirs_AKN = peer_parity.of_anchors(drafter, theirs, anchors_A)
+    assert peer_parity.compare(drafter, batch, anchors_A, theirs_AKN) == (0.0, 1.0)
