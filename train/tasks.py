@@ -8,18 +8,14 @@ from typing import TYPE_CHECKING, Any
 from drafters import checkpoint, formats
 from drafters.method import Drafter
 from drafters.target import load
+from train import evidence
 
 if TYPE_CHECKING:
     from recipes.schema import Run
 
-DERIVED = (
-    "version",
-    "target",
-    "dtype",
-    "own_head",
-    "vllm",
-    "max_drafts",
-)  # notes that each writer makes itself
+DERIVED = (  # notes that each writer makes itself
+    "version", "target", "dtype", "own_head", "vllm", "max_drafts", "layer_ids", "evidence",
+)  # fmt: skip
 
 
 def export_as(run: Run) -> None:
@@ -52,7 +48,9 @@ def write_for_vllm(drafter: Drafter, out: Path, notes: dict[str, Any]) -> None:
         raise ValueError(f"format={formats.OURS}: {reason}")
 
     def check(written: Path) -> None:
-        formats.check_same(drafter, checkpoint.read(written, drafter.target), formats.OURS)
+        again = checkpoint.read(written, drafter.target)
+        formats.check_same(drafter, again, formats.OURS)
+        evidence.record(written, again)
 
     checkpoint.write(drafter, out, notes, check)
 
