@@ -2,8 +2,8 @@
 
 Layer ids are converted here and nowhere else: ours name the *output* of layer k, those of vLLM and
 speculators its *input* (+1). What vLLM does not know stands under one key ``foredraft``. Embedding and
-head are the target's and are not saved again, except the head rows of a reduced vocabulary, which the
-format needs.
+head are the target's and are not saved again, except where the format needs them: the head rows of a reduced
+vocabulary, both for EAGLE-3. Read back, they have to be the target's.
 """
 
 from __future__ import annotations
@@ -71,11 +71,14 @@ def note(directory: Path, **facts: Any) -> None:
 def tensors(drafter: Drafter) -> dict[str, Tensor]:
     """Every tensor of the file, by its name in the speculators scheme."""
     out = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
-    if drafter.vocab is not None or drafter.own_head_ND is not None:
-        out["lm_head.weight"] = drafter.head_ND.detach().cpu().contiguous()
+    if drafter.vocab is not None or drafter.own_head_ND is not None or drafter.saves_shared:
+        out["lm_head.weight"] = drafter.head_ND.detach().to("cpu", copy=True).contiguous()
     if drafter.vocab is not None:
         out["d2t"] = drafter.vocab.d2t_N
         out["t2d"] = drafter.vocab.t2d_V
+    if drafter.saves_shared:
+        like = next(drafter.parameters())
+        out[formats.EMBEDDING] = drafter.target.embedding.weight.detach().to("cpu", like.dtype, copy=True)
     return out
 
 
@@ -179,6 +182,7 @@ def _read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:
     _check_finite(held, f"{directory}/model.safetensors")
     _check_dtype(held, found["dtype"], directory)
     maps = {key: held.pop(key, None) for key in ("d2t", "t2d", "lm_head.weight")}
+    embedding = held.pop(formats.EMBEDDING, None)
     if maps["d2t"] is not None and maps["lm_head.weight"] is None:
         raise ValueError(
             f"{directory}/model.safetensors: missing tensors ['lm_head.weight'] that d2t goes with"
@@ -201,6 +205,7 @@ def _read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:
     _load_strictly(drafter, held, directory)
     _check_layer_ids(drafter, found, directory)
     _check_layer_config(drafter, found["transformer_layer_config"], directory)
+    formats.check_embedding(embedding, target, directory)
     head = maps["lm_head.weight"]
     if head is not None and found.get("foredraft", {}).get("own_head"):
         drafter.take_head(head)

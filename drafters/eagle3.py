@@ -235,6 +235,7 @@ class Eagle3(Drafter):
     config: Eagle3Config
     architecture = "Eagle3DraftModel"
     layer_ids_key = "eagle_aux_hidden_state_layer_ids"
+    saves_shared = True  # without, speculators 0.9.0 drafts from an embedding of zeros, and says nothing
     layers: Sequence[ChainLayer]  # an nn.ModuleList of one
 
     def __init__(self, config: Eagle3Config, target: Target, vocab: DraftVocab | None = None) -> None:

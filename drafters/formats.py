@@ -93,7 +93,7 @@ def read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:
     drafter = all_methods()[settings.name](settings, target, vocab)
     check_common(fields, drafter)
     _load_strictly(drafter, held, layout, directory)
-    _check_embedding(shared[EMBEDDING], target, directory)
+    check_embedding(shared[EMBEDDING], target, directory)
     _read_head(shared[HEAD], drafter, layout, directory)
     drafter.temperatures = found.get("foredraft", {}).get("confidence_temperatures")
     return drafter.eval()
@@ -239,7 +239,8 @@ def _load_strictly(drafter: Drafter, held: dict[str, Tensor], layout: Layout, di
     drafter.load_state_dict({name: held[theirs[name]] for name in wanted})
 
 
-def _check_embedding(embedding_VD: Tensor | None, target: Target, directory: Path) -> None:
+def check_embedding(embedding_VD: Tensor | None, target: Target, directory: Path) -> None:
+    """``ValueError`` for an embedding in the file that is not the target's."""
     if embedding_VD is not None and not _alike(embedding_VD, target.embedding.weight):
         raise ValueError(
             f"{directory}: {EMBEDDING} is not that of {target.name}; give target= the model it was made for "

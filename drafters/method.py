@@ -60,6 +60,7 @@ class Drafter(nn.Module):
     )
     architecture: ClassVar[str]  # the class name that speculators and vLLM know it by
     layer_ids_key: ClassVar[str] = "aux_hidden_state_layer_ids"  # what they call the kept layers
+    saves_shared: ClassVar[bool] = False  # whether the file has to repeat the target's embedding and head
 
     def __init__(self, config: MethodConfig, target: Target, vocab: DraftVocab | None) -> None:
         super().__init__()

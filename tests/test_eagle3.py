@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
@@ -662,10 +662,12 @@ def test_tensors_and_keys_are_those_of_the_speculators_scheme(target, tmp_path, 
         want["input_norm.weight"] = (states * hidden,)
     if kind == "norms_before_fc_and_output":
         want |= {f"fc_norm.{i}.weight": (hidden,) for i in range(states)}
+    want |= dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (target.vocab_size, hidden))
     if kind == "reduced_vocabulary":
         want |= {"lm_head.weight": (60, hidden), "d2t": (60,), "t2d": (target.vocab_size,)}
     held = load_file(tmp_path / "drafter" / "model.safetensors")
     assert {name: tuple(value.shape) for name, value in held.items()} == want
+    assert torch.equal(held["embed_tokens.weight"], target.embedding.weight)
     found = config_of(tmp_path / "drafter")
     assert (found["architectures"], found["speculators_model_type"]) == (["Eagle3DraftModel"], "eagle3")
     assert "model_type" not in found  # with it vLLM would read another format
@@ -748,6 +750,17 @@ def test_a_config_that_does_not_fit_is_refused_by_key(target, tmp_path, keys, ma
         read(tmp_path / "drafter", target)
 
 
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+def test_a_copy_of_embedding_or_head_that_is_not_the_targets_is_refused(target, tmp_path, name):
+    write(make(target), tmp_path / "drafter")
+    file = tmp_path / "drafter" / "model.safetensors"
+    held = load_file(file)
+    held[name][3] += 1
+    save_file(held, file)
+    with pytest.raises(ValueError, match=rf"{name} is not "):
+        read(tmp_path / "drafter", target)
+
+
 def test_a_drafter_with_the_vocabulary_maps_of_another_target_is_refused(target, tmp_path):
     other = tiny.target(layers=4, vocab=300)
     for of, name in ((target, "ours"), (other, "theirs")):
@@ -777,7 +790,7 @@ def test_settings_that_cannot_work_are_refused_by_name(wrong):
 
 
 def test_layers_that_the_target_lacks_are_refused(target):
-    with pytest.raises(ValueError, match=r"layer ids \[1, 4\].*between 0 and 3"):
+    with pytest.raises(ValueError, match=r"layer_ids=\[1, 4\].*between 0 and 3"):
         make(target, layer_ids=[1, 4])
 
 

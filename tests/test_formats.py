@@ -328,7 +328,11 @@ def test_a_head_that_others_trained_is_kept_in_every_format(target, sglang, tmp_
     formats.write_as(drafter, tmp_path / "again", "sglang")
     checkpoint.write(drafter, tmp_path / "ours")
     for name in ("again", "ours"):
-        assert torch.equal(logits(checkpoint.read(tmp_path / name, target)), logits(drafter))
+        again = checkpoint.read(tmp_path / name, target)
+        assert torch.equal(again.head_ND, drafter.head_ND)
+        assert (
+            tiny.difference(logits(again), logits(drafter)) <= 1e-5
+        )  # not bit for bit: memory is laid out anew
 
 
 def test_another_target_is_refused_by_what_differs(zlab):
