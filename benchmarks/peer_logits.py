@@ -12,11 +12,12 @@ from importlib.metadata import version
 
 import torch
 from safetensors.torch import load_file, save_file
-from speculators import SpeculatorModel, SpeculatorModelConfig
 
 
 def loaded(directory: str, target: str) -> torch.nn.Module:
     """Its drafter, in fp32; embedding and head are read from the target's directory."""
+    from speculators import SpeculatorModel, SpeculatorModelConfig  # of the peer's environment alone
+
     config = SpeculatorModelConfig.from_pretrained(directory)
     config.speculators_config.verifier.name_or_path = target
     config.transformer_layer_config._attn_implementation = "eager"  # noqa: SLF001
