@@ -30,6 +30,37 @@ from drafters.vocab import from_maps
 
 SPECULATORS_VERSION = "0.9.0"
 FINGERPRINT = ("vocab_size", "hidden_size", "num_layers", "tokenizer")
+NUMBER, MAYBE = "a whole number", "a whole number or null"
+KINDS = {  # of what is read from config.json; a key that is needed and not there is refused where it is read
+    "speculators_model_type": "a string",
+    "dtype": "a string",
+    "draft_vocab_size": NUMBER,
+    "aux_hidden_state_layer_ids": "a list of whole numbers",
+    "eagle_aux_hidden_state_layer_ids": "a list of whole numbers",
+    "block_size": NUMBER,
+    "mask_token_id": MAYBE,
+    "markov_rank": MAYBE,
+    **dict.fromkeys(
+        ("sample_from_anchor", "sliding_window_non_causal", "enable_confidence_head",
+         "confidence_head_with_markov", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+        "true or false",
+    ),
+    "markov_head_type": "a string",
+    "transformer_layer_config": "an object",
+    "transformer_layer_config.model_type": "a string",
+    "transformer_layer_config.num_hidden_layers": NUMBER,
+    "transformer_layer_config.num_key_value_heads": NUMBER,
+    "transformer_layer_config.sliding_window": MAYBE,
+    "transformer_layer_config.rope_scaling": "an object or null",
+    "speculators_config": "an object",
+    "speculators_config.proposal_methods": "a list of one object",
+    "foredraft.target": "an object",
+    "foredraft.layer_ids": "a list of whole numbers",
+    "foredraft.dtype": "a string",
+    "foredraft.own_head": "true or false",
+    "foredraft.confidence_temperatures": "a list of numbers or null",
+    "foredraft.evidence": "an object",
+}  # fmt: skip
 
 
 def write(
@@ -137,9 +168,37 @@ def read_config(directory: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); export the run again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object; export the run again")
+    if not isinstance(found.get("foredraft", {}), dict):
+        raise ValueError(f"{path}: foredraft={found['foredraft']!r}, but an object is needed")
     if "speculators_model_type" not in found:
         formats.recognise(found, directory)
+    else:
+        _check_kinds(found, path)
     return found
+
+
+def _check_kinds(found: dict[str, Any], path: Path) -> None:
+    """``ValueError`` naming the first field of config.json that is of another kind than it is read as."""
+    for key, kind in KINDS.items():
+        value: Any = found
+        for part in key.split("."):
+            value = value.get(part, KINDS) if value is not KINDS else KINDS  # KINDS: not there
+        if value is not KINDS and not _is_kind(value, kind):
+            raise ValueError(f"{path}: {key}={value!r}, but {kind} is needed")
+
+
+def _is_kind(value: Any, kind: str) -> bool:
+    if value is None:
+        return kind.endswith(" or null")
+    if isinstance(value, list):
+        if kind == "a list of one object":
+            return len(value) == 1 and isinstance(value[0], dict)
+        of = (int, float) if "of numbers" in kind else int
+        return kind.startswith("a list") and all(isinstance(v, of) and not isinstance(v, bool) for v in value)
+    of_one: dict[type, str] = {bool: "true or false", int: NUMBER, str: "a string", dict: "an object"}
+    return type(value) in of_one and kind.startswith(of_one[type(value)])
 
 
 def hardware_for(directory: Path, hardware: HardwareConfig) -> HardwareConfig:
@@ -197,6 +256,7 @@ def _read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:
             f"{vocab and len(vocab)} tokens"
         )
     cls = all_methods()[name]
+    _check_num_layers(held, found["transformer_layer_config"]["num_hidden_layers"], directory)
     settings = cls.read_description(found)
     settings.layer_ids = [k - 1 for k in found[cls.layer_ids_key]]
     settings.draft_vocab = None if vocab is None else len(vocab)
@@ -232,6 +292,16 @@ def _check_dtype(held: dict[str, Tensor], declared: str, directory: Path) -> Non
         raise ValueError(
             f"{directory}: config.json says dtype={declared!r}, but {len(other)} tensors are of another, the "
             f"first {name} of {dtype}"
+        )
+
+
+def _check_num_layers(held: dict[str, Tensor], declared: int, directory: Path) -> None:
+    """Before the layers are made: a wrong number may be more than memory holds."""
+    num = len({name.split(".")[1] for name in held if name.startswith("layers.")})
+    if num != declared:
+        raise ValueError(
+            f"{directory}: transformer_layer_config.num_hidden_layers={declared}, but model.safetensors has "
+            f"tensors of {num} layers"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -210,6 +211,34 @@ def test_a_planted_fault_is_refused_by_name(target, rows, exports, tmp_path, fau
     kind, change, words = FAULTS[fault]
     with pytest.raises(ValueError, match=words):
         examine(edited(exports / kind, tmp_path / "drafter", change), target, rows)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("speculators_model_type", ["dflash"]),
+        ("block_size", None),
+        ("mask_token_id", 1.5),
+        ("sample_from_anchor", None),
+        ("aux_hidden_state_layer_ids", 1),
+        ("transformer_layer_config", None),
+        ("transformer_layer_config.num_hidden_layers", True),
+        ("transformer_layer_config.num_hidden_layers", 10**12),
+        ("speculators_config.proposal_methods", []),
+        ("foredraft", None),
+        ("foredraft.target", "a string"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_name(target, rows, exports, tmp_path, key, value):
+    with pytest.raises(ValueError, match=rf"{re.escape(key)}={re.escape(repr(value))}, but"):
+        examine(edited(exports / "dflash", tmp_path / "drafter", put(key, value)), target, rows)
+
+
+def test_a_config_that_is_no_object_is_refused(target, rows, exports, tmp_path):
+    shutil.copytree(exports / "dflash", tmp_path / "drafter")
+    (tmp_path / "drafter" / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds no JSON object"):
+        examine(tmp_path / "drafter", target, rows)
 
 
 def test_another_target_of_the_same_sizes_is_refused(rows, exports):
