@@ -91,6 +91,9 @@ def from_maps(d2t_N: Tensor, t2d_V: Tensor | None, size: int) -> DraftVocab:
 
     Offsets cannot rise at every id unless no two neighbouring ids are kept; absolute ids always do.
     """
+    for name, held in (("d2t", d2t_N), ("t2d", t2d_V)):
+        if held is not None and (held.dim() != 1 or held.is_floating_point()):
+            raise ValueError(f"{name}: {tuple(held.shape)} of {held.dtype}; it must be one row of integers")
     d2t_N = d2t_N.long()
     kept_N = d2t_N + torch.arange(len(d2t_N))
     rising = len(d2t_N) > 1 and bool((d2t_N[1:] > d2t_N[:-1]).all())

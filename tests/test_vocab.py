@@ -113,3 +113,9 @@ def test_ids_that_are_no_subset_of_the_target_are_refused(kept, match):
 def test_maps_that_contradict_each_other_or_the_target_are_refused(d2t, t2d, match):
     with pytest.raises(ValueError, match=match):
         from_maps(tensor(d2t), None if t2d is None else tensor(t2d).bool(), 6)
+
+
+@pytest.mark.parametrize("d2t", [tensor(1), tensor([1.0, 2.0]), tensor([[1, 2]])])
+def test_maps_that_are_no_row_of_integers_are_refused(d2t):
+    with pytest.raises(ValueError, match="d2t: .* must be one row of integers"):
+        from_maps(d2t, None, 8)
