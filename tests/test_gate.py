@@ -296,3 +296,27 @@ def test_the_embedded_target_keeps_its_name_in_a_drafter_directory(workshop, mon
     monkeypatch.setattr(targets, "embedded_directory", lambda: workshop / "target")
     of = targets.load(EMBEDDED, HardwareConfig(dtype="float32", device="cpu"))
     assert of.name == EMBEDDED
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "words"),
+    [
+        ("drafts", None, r"evidence\.drafts: no object"),
+        ("fields", None, r"evidence\.fields: no object"),
+        ("tensors", [], r"evidence\.tensors: no object"),
+        ("drafts", {"ids": [[1, 2]], "logits": [[0.5]]}, "two tables of one shape"),
+        ("drafts", {"ids": [[1], [1, 2]], "logits": [[0.5], [0.5, 0.5]]}, "two tables of one shape"),
+        ("drafts", {"ids": [[1]], "logits": "x"}, "two tables of one shape"),
+        ("drafts", {"ids": [[10**8]], "logits": [[0.5]]}, r"drafts\.ids: not all are between 0 and 264"),
+        ("drafts", {"ids": [[1]], "logits": [[0.5]], "confidence": "x"}, "confidence: no list of numbers"),
+        ("drafts", {"ids": [[1]], "logits": [[0.5]]}, "not reproduced"),
+    ],
+)
+def test_damaged_evidence_is_refused_by_name(target, rows, exports, tmp_path, part, value, words):
+    directory = tmp_path / "drafter"
+    shutil.copytree(exports / "reduced", directory)
+    found = json.loads((directory / "config.json").read_text())
+    found["foredraft"]["evidence"][part] = value
+    (directory / "config.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=words):
+        examine(directory, target, rows)

@@ -67,6 +67,7 @@ def check(run: Run) -> None:
 def examine(directory: Path, target: Target, rows: Sequence[Example]) -> list[Finding]:
     """Every check, in order. Errors: ``ValueError`` of the first that fails."""
     found = checkpoint.read_config(directory)
+    evidence.check_form(found, target.vocab_size)
     try:
         return list(_findings(directory, found, target, rows))
     except ValueError as error:

@@ -95,6 +95,39 @@ def difference(recorded: dict[str, Any], drafter: Drafter) -> float:
     return max(worst, float((confidence_A - then_A).abs().max()))
 
 
+def check_form(found: dict[str, Any], vocab_size: int) -> None:
+    """``ValueError`` naming the part of the record that is not there, or not as an export writes it.
+
+    ``found`` is a config.json, whose target has ``vocab_size`` tokens.
+    """
+    own = found.get("foredraft", {})
+    if "evidence" not in own:
+        return
+    if own.get("dtype") not in TOLERANCE:
+        raise ValueError(f"foredraft.dtype={own.get('dtype')!r}: write one of {', '.join(TOLERANCE)}")
+    for part in ("drafts", "fields", "tensors"):
+        if not isinstance(own["evidence"].get(part), dict):
+            raise ValueError(f"foredraft.evidence.{part}: no object stands there; export the run again")
+    drafts = own["evidence"]["drafts"]
+    shapes = [_rows(drafts.get(name), kind) for name, kind in (("ids", int), ("logits", float))]
+    if None in shapes or shapes[0] != shapes[1]:
+        raise ValueError("foredraft.evidence.drafts: ids and logits are no two tables of one shape")
+    if not all(0 <= id < vocab_size for row in drafts["ids"] for id in row):
+        raise ValueError(f"foredraft.evidence.drafts.ids: not all are between 0 and {vocab_size - 1}")
+    if "confidence" in drafts and _rows([drafts["confidence"]], float) is None:
+        raise ValueError("foredraft.evidence.drafts.confidence: no list of numbers")
+
+
+def _rows(table: Any, kind: type) -> tuple[int, int] | None:
+    """The shape of a table of numbers, ``None`` where it is none."""
+    if not isinstance(table, list) or not table or not all(isinstance(row, list) for row in table):
+        return None
+    if not all(type(value) is kind for row in table for value in row):
+        return None
+    (length, *others) = {len(row) for row in table}
+    return None if others else (len(table), length)
+
+
 def changed(directory: Path, found: dict[str, Any]) -> list[str]:
     """Fields and tensors that are not as they were recorded, by name; none without a record."""
     evidence = found.get("foredraft", {}).get("evidence")
