@@ -9,11 +9,10 @@ vocabulary, both for EAGLE-3. Read back, they have to be the target's.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters import formats
-from drafters.files import flush, replace_file
+from drafters.files import new_directory, replace_file
 from drafters.method import Drafter, all_methods
 from drafters.target import HardwareConfig, Target
 from drafters.vocab import from_maps
@@ -76,20 +75,11 @@ def write(
     """
     held = tensors(drafter)
     _check_finite(held, f"export to {directory} refused")
-    scratch = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    try:
+    with new_directory(directory, replace=True) as scratch:
         save_file(held, scratch / "model.safetensors", metadata={"format": "pt"})
         (scratch / "config.json").write_text(json.dumps(config(drafter, notes or {}), indent=2) + "\n")
         if check is not None:
             check(scratch)
-        flush(scratch)
-    except BaseException:
-        shutil.rmtree(scratch)
-        raise
-    shutil.rmtree(directory, ignore_errors=True)
-    os.replace(scratch, directory)
 
 
 def note(directory: Path, **facts: Any) -> None:
@@ -218,11 +208,13 @@ def read(directory: Path, target: Target) -> Drafter:
         _check_target(found.get("foredraft", {}).get("target"), target, directory)
         drafter = formats.read(found, directory, target)
         _check_finite(drafter.state_dict(), str(directory))
-        return drafter
-    try:
-        return _read(found, directory, target)
-    except KeyError as error:
-        raise ValueError(f"{directory}/config.json has no {error}; export the run again") from error
+    else:
+        try:
+            drafter = _read(found, directory, target)
+        except KeyError as error:
+            raise ValueError(f"{directory}/config.json has no {error}; export the run again") from error
+    _check_temperatures(drafter, directory)
+    return drafter
 
 
 def _read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:
@@ -262,15 +254,15 @@ def _read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:
     settings.draft_vocab = None if vocab is None else len(vocab)
     drafter = cls(settings, target, vocab)
     drafter.temperatures = found.get("foredraft", {}).get("confidence_temperatures")
-    _load_strictly(drafter, held, directory)
+    names = {name: name for name in drafter.state_dict()}
+    formats.load_strictly(drafter, held, names, next(iter(held.values())).dtype, directory)
     _check_layer_ids(drafter, found, directory)
     _check_layer_config(drafter, found["transformer_layer_config"], directory)
     formats.check_embedding(embedding, target, directory)
     head = maps["lm_head.weight"]
     if head is not None and found.get("foredraft", {}).get("own_head"):
         drafter.take_head(head)
-    # In bfloat16, the coarser of the two dtypes that the target may have been loaded in, then and now.
-    if head is not None and not torch.equal(head.bfloat16(), drafter.head_ND.cpu().bfloat16()):
+    if head is not None and not formats.alike(head, drafter.head_ND):
         raise ValueError(f"{directory}: lm_head.weight is not the rows of the target's head that d2t names")
     return drafter.eval()
 
@@ -305,21 +297,14 @@ def _check_num_layers(held: dict[str, Tensor], declared: int, directory: Path) -
         )
 
 
-def _load_strictly(drafter: Drafter, held: dict[str, Tensor], directory: Path) -> None:
-    wanted = drafter.state_dict()
-    missing, extra = sorted(wanted.keys() - held.keys()), sorted(held.keys() - wanted.keys())
-    if missing or extra:
-        raise ValueError(
-            f"{directory}/model.safetensors: missing tensors {missing}, unexpected tensors {extra}"
-        )
-    for name, value in held.items():
-        if value.shape != wanted[name].shape:
-            raise ValueError(
-                f"{directory}: {name} has shape {tuple(value.shape)}, its config asks for "
-                f"{tuple(wanted[name].shape)}"
-            )
-    drafter.to(next(iter(held.values())).dtype)
-    drafter.load_state_dict(held)
+def _check_temperatures(drafter: Drafter, directory: Path) -> None:
+    known, key = drafter.temperatures, f"{directory}: foredraft.confidence_temperatures"
+    if known is not None and not drafter.has_confidence:
+        raise ValueError(f"{key}={known}: this drafter has no confidence head")
+    if known is not None and not (
+        len(known) == drafter.max_drafts and all(isfinite(t) and t > 0 for t in known)
+    ):
+        raise ValueError(f"{key}={known}: {drafter.max_drafts} numbers above 0 are needed")
 
 
 def _check_layer_ids(drafter: Drafter, found: dict[str, Any], directory: Path) -> None:
@@ -340,6 +325,25 @@ def _check_layer_config(drafter: Drafter, stored: dict[str, Any], directory: Pat
             raise ValueError(
                 f"{directory}: transformer_layer_config.{key}={stored[key]!r}, but a drafter of this target "
                 f"has {ours[key]!r}"
+            )
+    _check_rope(stored, ours["rope_parameters"], directory)
+
+
+def _check_rope(layers: dict[str, Any], wanted: dict[str, Any], directory: Path) -> None:
+    """Rotary positions under their old names; the new one is a field like others."""
+    old = {**(layers.get("rope_scaling") or {})}
+    old = {"rope_type" if key == "type" else key: value for key, value in old.items()}
+    if "rope_theta" in layers:
+        old["rope_theta"] = layers["rope_theta"]
+    if "rope_theta" not in old and "rope_parameters" not in layers:
+        raise ValueError(
+            f"{directory}: transformer_layer_config has no rope_parameters: an engine would take its default"
+        )
+    for key, value in old.items():
+        if value != wanted.get(key):
+            raise ValueError(
+                f"{directory}: transformer_layer_config: {key}={value!r}, but rotary positions of the target "
+                f"have {wanted.get(key)!r}"
             )
 
 

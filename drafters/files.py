@@ -26,12 +26,13 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def new_directory(directory: Path) -> Iterator[Path]:
+def new_directory(directory: Path, replace: bool = False) -> Iterator[Path]:
     """A directory that appears whole: filled under a temporary name, flushed, renamed; or nothing at all.
 
-    Errors: ``ValueError`` where something of that name exists, which is left as it is.
+    Errors: ``ValueError`` where something of that name exists, which is left as it is; with ``replace`` it
+    goes when the new one is there.
     """
-    if directory.exists():
+    if directory.exists() and not replace:
         raise ValueError(f"out={directory} exists already; name a new directory, or remove it first")
     scratch = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -42,4 +43,5 @@ def new_directory(directory: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(scratch)
         raise
+    shutil.rmtree(directory, ignore_errors=True)
     os.replace(scratch, directory)

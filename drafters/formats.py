@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,10 @@ def read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:
     settings.draft_vocab = None if vocab is None else len(vocab)
     drafter = all_methods()[settings.name](settings, target, vocab)
     check_common(fields, drafter)
-    _load_strictly(drafter, held, layout, directory)
+    theirs = {name: name if name in held else _their_name(name, layout) for name in drafter.state_dict()}
+    # float16 becomes float32
+    dtype = torch.bfloat16 if {v.dtype for v in held.values()} == {torch.bfloat16} else torch.float32
+    load_strictly(drafter, held, theirs, dtype, directory)
     check_embedding(shared[EMBEDDING], target, directory)
     _read_head(shared[HEAD], drafter, layout, directory)
     drafter.temperatures = found.get("foredraft", {}).get("confidence_temperatures")
@@ -217,31 +221,40 @@ def _read_vocab(
     return None if len(vocab) == target.vocab_size else vocab
 
 
-def _load_strictly(drafter: Drafter, held: dict[str, Tensor], layout: Layout, directory: Path) -> None:
-    """Every tensor under their name or, where the file has those, ours; float16 becomes float32."""
+def load_strictly(
+    drafter: Drafter,
+    held: Mapping[str, Tensor],
+    theirs: Mapping[str, str],
+    dtype: torch.dtype,
+    directory: Path,
+) -> None:
+    """Load every tensor of a file, each wanted, there, and of the shape that the config asks for.
+
+    ``theirs`` are the file's names by ours; the drafter becomes ``dtype``. Errors: ``ValueError`` naming
+    missing, unexpected or mis-shaped tensors, by both names where they differ.
+    """
     wanted = drafter.state_dict()
-    theirs = {name: name if name in held else _their_name(name, layout) for name in wanted}
-    both = lambda name: f"{theirs[name]} (here {name})"  # noqa: E731
-    missing = [both(name) for name in wanted if theirs[name] not in held]
+    both = {name: name if name == their else f"{their} (here {name})" for name, their in theirs.items()}
+    missing = [both[name] for name in wanted if theirs[name] not in held]
     extra = sorted(held.keys() - set(theirs.values()))
     if missing or extra:
         raise ValueError(
             f"{directory}: missing tensors [{', '.join(missing)}], unexpected tensors [{', '.join(extra)}]"
         )
     for name, value in wanted.items():
-        if held[theirs[name]].shape != value.shape:
+        found = held[theirs[name]]
+        if found.shape != value.shape:
             raise ValueError(
-                f"{directory}: {both(name)} has shape {tuple(held[theirs[name]].shape)}, its config asks for "
+                f"{directory}: {both[name]} has shape {tuple(found.shape)}, its config asks for "
                 f"{tuple(value.shape)}"
             )
-    dtypes = {value.dtype for value in held.values()}
-    drafter.to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32)
+    drafter.to(dtype)
     drafter.load_state_dict({name: held[theirs[name]] for name in wanted})
 
 
 def check_embedding(embedding_VD: Tensor | None, target: Target, directory: Path) -> None:
     """``ValueError`` for an embedding in the file that is not the target's."""
-    if embedding_VD is not None and not _alike(embedding_VD, target.embedding.weight):
+    if embedding_VD is not None and not alike(embedding_VD, target.embedding.weight):
         raise ValueError(
             f"{directory}: {EMBEDDING} is not that of {target.name}; give target= the model it was made for "
             "(a drafter has no embedding of its own here)"
@@ -256,7 +269,7 @@ def _read_head(head_ND: Tensor | None, drafter: Drafter, layout: Layout, directo
                 f"{directory}: missing tensors [{HEAD}], which the draft vocabulary of d2t needs"
             )
         return
-    if _alike(head_ND, drafter.head_ND):
+    if alike(head_ND, drafter.head_ND):
         return
     wanted = drafter.head_ND.shape
     if head_ND.shape != wanted:
@@ -268,6 +281,6 @@ def _read_head(head_ND: Tensor | None, drafter: Drafter, layout: Layout, directo
     drafter.take_head(head_ND.to(next(drafter.parameters()).dtype))
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """In bfloat16, the coarser of the two dtypes that a target may have been loaded in, then and now."""
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Equal in bfloat16, the coarser of the dtypes that a target may have been loaded in, then and now."""
     return torch.equal(one.bfloat16(), other.detach().cpu().bfloat16())

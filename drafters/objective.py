@@ -47,6 +47,7 @@ def counted(drafter: Drafter, batch: Batch, weights_K: Callable[[int], Tensor]) 
 
 def teacher(drafter: Drafter, batch: Batch) -> Teacher:
     """The target's law at each label of a placed batch."""
+    assert drafter.own_head_ND is None, "logits of the target's states through another head are not its law"
     anchors_A, num = batch.placed()
     last_PD = batch.states.last().flatten(0, 1).to(drafter.target.dtype)
     offset_K = torch.arange(num, device=last_PD.device)

@@ -305,10 +305,10 @@ def set_nan(held: dict) -> None:
 
 
 TENSOR_FAULTS = {
-    "missing": (lambda held: held.pop("fc.weight"), r"missing tensors \['fc\.weight'\]"),
+    "missing": (lambda held: held.pop("fc.weight"), r"missing tensors \[fc\.weight\]"),
     "unexpected": (
         lambda held: held.update({"mask_hidden": torch.zeros(3)}),
-        r"unexpected tensors \['mask_hidden'\]",
+        r"unexpected tensors \[mask_hidden\]",
     ),
     "shape": (
         lambda held: held.update({"fc.weight": torch.zeros(32, 96)}),

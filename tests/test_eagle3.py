@@ -736,7 +736,7 @@ def test_a_key_that_is_missing_is_named(target, tmp_path, key):
 @pytest.mark.parametrize(
     ("keys", "match"),
     [
-        ({"fc_norm": True}, r"missing tensors \['fc_norm\.0\.weight'"),
+        ({"fc_norm": True}, r"missing tensors \[fc_norm\.0\.weight"),
         ({"fc_norm": True, "norm_before_fc": True}, r"method\.fc_norm=true, method\.norm_before_fc=true"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, "between 0 and 3"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"fc\.weight has shape"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from drafters.target import Target
 from drafters.vocab import choose, from_maps
 from tests import tiny
 from tests.commands import CPU, command, refusal
+from train.check import examine
 
 CASES = Path(__file__).parent / "cases"
 KEPT = "eagle_aux_hidden_state_layer_ids"
@@ -324,6 +326,8 @@ def test_a_head_and_an_embedding_of_another_target_are_refused(target, deepspec,
 def test_a_head_that_others_trained_is_kept_in_every_format(target, sglang, tmp_path):
     edit_tensors(sglang, lambda held: held.update({"lm_head.weight": held["lm_head.weight"] * 1.5}))
     drafter = checkpoint.read(sglang, target)
+    with pytest.raises(AssertionError, match="another head"):  # nothing trains one today
+        drafter(drafter.place(tiny.packed(drafter, tiny.documents()), torch.Generator()))
     assert torch.equal(drafter.head_ND, load_file(sglang / "model.safetensors")["lm_head.weight"])
     formats.write_as(drafter, tmp_path / "again", "sglang")
     checkpoint.write(drafter, tmp_path / "ours")
@@ -363,6 +367,24 @@ def test_a_drafter_of_safeailab_is_read_and_written_again(target, sglang, tmp_pa
     assert torch.equal(drafter.state_dict()["layers.0.self_attn.q_proj.weight"], wanted)
     formats.write_as(drafter, tmp_path / "again", "sglang")
     assert torch.equal(logits(checkpoint.read(tmp_path / "again", target)), logits(drafter))
+
+
+@pytest.mark.parametrize("fixture", ["zlab", "deepspec", "sglang", "safeailab"])
+def test_a_directory_of_others_is_checked_like_ours(target, sglang, request, fixture):
+    """Read, drafts served as in training, replay as decoding; what only our exports record cannot be."""
+    directory = as_safeailab(sglang) if fixture == "safeailab" else request.getfixturevalue(fixture)
+    findings = examine(directory, target, [tiny.answered(target, num=12, seed=seed) for seed in (0, 1)])
+    done = {finding.check: finding.possible for finding in findings}
+    assert all(done[check] for check in ("tensors", "fields", "drafts", "acceptance"))
+    assert not done["recorded drafts"]
+
+
+def test_training_starts_from_a_directory_of_others(target, deepspec):
+    theirs = checkpoint.read(deepspec, target)
+    config = replace(theirs.config, start_from=str(deepspec))
+    started = build(config, target)
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(started.state_dict()[name], value), name
 
 
 class Trap:

@@ -159,7 +159,7 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     "rope lost": ("dflash", lambda found, _: found[LAYERS].pop("rope_parameters"), "no rope_parameters"),
     "rope type": ("dflash", linear_rope, "rope_parameters=.*linear"),
     "head dim": ("dflash", put(f"{LAYERS}.head_dim", 16), r"head_dim=16"),
-    "missing norm": ("dflash", tensor("norm.weight", None), r"missing tensors \['norm\.weight'\]"),
+    "missing norm": ("dflash", tensor("norm.weight", None), r"missing tensors \[norm\.weight\]"),
     "swapped norms": ("dflash", swap(INPUT, AFTER), f"not reproduced.* changed .*: {INPUT}, {AFTER}"),
     "norm flags": (
         "eagle3", put("norm_before_residual", True), "not reproduced.* changed .*: norm_before_residual"
@@ -182,7 +182,7 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     "truncated tensor": (
         "dflash", tensor("fc.weight", lambda held: held["fc.weight"][:-1]), r"fc\.weight has shape \(31"
     ),
-    "extra tensor": ("dflash", tensor("mask_hidden", lambda _: torch.ones(3)), r"unexpected .*'mask_hidden'"),
+    "extra tensor": ("dflash", tensor("mask_hidden", lambda _: torch.ones(3)), r"unexpected .*mask_hidden"),
     "window": ("window", put(f"{LAYERS}.sliding_window", 5), f"not reproduced.*: {LAYERS}.sliding_window"),
     "causality": (
         "dflash", put("sliding_window_non_causal", False), "sliding_window_non_causal=False, but this drafter"
@@ -193,7 +193,7 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     "Markov factors swapped": (
         "dspark", swap(f"{MARKOV}1.weight", f"{MARKOV}2.weight"), f"not reproduced.*: {MARKOV}1.weight"
     ),
-    "confidence bias dropped": ("dspark", tensor(BIAS, None), rf"missing tensors \['{BIAS}'\]"),
+    "confidence bias dropped": ("dspark", tensor(BIAS, None), rf"missing tensors \[{BIAS}\]"),
     "confidence bias zeroed": (
         "dspark", tensor(BIAS, lambda held: 0 * held[BIAS]), f"not reproduced.* changed .*: {BIAS}"
     ),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,6 @@ def compare_fields(stored: dict[str, Any], drafter: Drafter) -> list[str]:
         raise ValueError(
             f"speculative_tokens={proposal}, but {layout} makes {drafter.max_drafts} drafts a round"
         )
-    _compare_rope(stored["transformer_layer_config"], drafter.layer_config()["rope_parameters"])
     wanted = {
         key: value for key, value in flat(checkpoint.config(drafter, {})).items() if not key.startswith(FREE)
     }
@@ -116,36 +114,11 @@ def compare_fields(stored: dict[str, Any], drafter: Drafter) -> list[str]:
     return sorted(wanted.keys() - found.keys())
 
 
-def _compare_rope(layers: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Rotary positions under their old names; the new one is a field like others."""
-    old = {**(layers.get("rope_scaling") or {})}
-    old = {"rope_type" if key == "type" else key: value for key, value in old.items()}
-    if "rope_theta" in layers:
-        old["rope_theta"] = layers["rope_theta"]
-    if "rope_theta" not in old and "rope_parameters" not in layers:
-        raise ValueError("transformer_layer_config has no rope_parameters: an engine would take its default")
-    for key, value in old.items():
-        if value != wanted.get(key):
-            raise ValueError(
-                f"transformer_layer_config: {key}={value!r}, but rotary positions of the target have "
-                f"{wanted.get(key)!r}"
-            )
-
-
 def _check_notes(own: dict[str, Any], drafter: Drafter) -> None:
     """What stands under ``foredraft`` and is no mirror of the drafter."""
     context = own.get("training_context")
     if context is not None and not (isinstance(context, int) and context > 0):
         raise ValueError(f"foredraft.training_context={context!r}: this is no number of tokens")
-    known = drafter.temperatures
-    if known is not None and not drafter.has_confidence:
-        raise ValueError("foredraft.confidence_temperatures: this drafter has no confidence head")
-    if known is not None and not (
-        len(known) == drafter.max_drafts and all(isfinite(t) and t > 0 for t in known)
-    ):
-        raise ValueError(
-            f"foredraft.confidence_temperatures={known}: {drafter.max_drafts} numbers above 0 are needed"
-        )
 
 
 # Drafts and acceptance ------------------------------------------------------------------------------------
