@@ -504,6 +504,8 @@ def test_the_command_goes_through_every_format_and_back(target, tmp_path, capsys
         assert command("train", *given, *arguments) == 0
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "vllm"))
     assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
+    findings = examine(tmp_path / "vllm", target, [tiny.answered(target, num=12)])
+    assert {finding.check for finding in findings if finding.possible} >= {"recorded drafts", "digests"}
     again = refusal(capsys, "train", *given, *arguments)
     assert "exists already" in again
 

@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafters import checkpoint
 from drafters import target as targets
 from drafters.checkpoint import read_config
 from drafters.method import Drafter, all_methods, build
+from drafters.ops import block_labels
 from drafters.target import EMBEDDED, HardwareConfig, Target
-from drafters.types import Example
+from drafters.types import Example, Proposal
 from drafters.vocab import choose
 from eval import replay
 from tests import runs, tiny
@@ -211,6 +213,25 @@ def test_a_planted_fault_is_refused_by_name(target, rows, exports, tmp_path, fau
     kind, change, words = FAULTS[fault]
     with pytest.raises(ValueError, match=words):
         examine(edited(exports / kind, tmp_path / "drafter", change), target, rows)
+
+
+def test_an_export_that_replays_other_acceptance_is_refused(target, rows, tmp_path, monkeypatch):
+    """Its logits and what it serves are right, but the drafts that replay asks it for all hit."""
+    drafter, read = make(target, "dflash"), checkpoint.read
+
+    def hit(batch, anchors_A, n):
+        return Proposal(block_labels(batch.tokens_BT, batch.mask_BT, batch.doc_BT, anchors_A, n)[0])
+
+    def lucky(*given):
+        again = read(*given)
+        again.drafts = hit
+        return again
+
+    monkeypatch.setattr(checkpoint, "read", lucky)
+    held = list(replay.paths(target, rows, drafter.layer_ids))
+    with pytest.raises(ValueError, match="export refused: acceptance on row"):
+        deliver(drafter, tmp_path / "drafter", {}, held)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
