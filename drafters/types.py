@@ -97,12 +97,14 @@ class Proposal:
     """Drafts of a round: ``tokens_BK``, and the laws they were drawn from.
 
     ``laws_BKV`` is ``None`` for point masses (greedy drafts). ``confidence_BK``, where a method has
-    it, is the probability that a draft is accepted given that those before it were.
+    it, is the probability that a draft is accepted given that those before it were. ``lengths`` says
+    how many of its K drafts each row really has; ``None``: all of them.
     """
 
     tokens_BK: Tensor
     laws_BKV: Tensor | None = None
     confidence_BK: Tensor | None = None
+    lengths: list[int] | None = None
 
 
 @dataclass(frozen=True)
