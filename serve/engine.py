@@ -20,7 +20,7 @@ from drafters.method import Drafter
 from drafters.target import Target
 from drafters.types import Proposal
 from serve.cache import SlotCache
-from serve.verify import verify, verify_greedy
+from serve.verify import verify, verify_matching
 
 
 @dataclass
@@ -182,7 +182,7 @@ class Engine:
     ) -> list[Answer]:
         drafts_BK = proposal.tokens_BK
         if all(answer.request.temperature == 0 for answer in self.active):
-            accepted_B, next_B = verify_greedy(logits_BJV.argmax(-1), drafts_BK)
+            accepted_B, next_B = verify_matching(logits_BJV.argmax(-1), drafts_BK)
             next_tokens = next_B.tolist()
         else:
             uniforms = [
