@@ -19,6 +19,7 @@ from drafters.method import MethodConfig, all_methods
 from drafters.target import EMBEDDED, HardwareConfig
 from eval.evaluate import EvalConfig
 from serve.answer import ServeConfig
+from serve.vllm import VllmConfig
 from train.log import LogConfig
 from train.loop import TrainConfig
 from train.optim import OptimConfig
@@ -36,6 +37,9 @@ class Run:
     format: str | None = None  # how train task=export lays a directory out: vllm, zlab, deepspec or sglang
     runs: list[str] | None = None  # names under runs/, or directories, to compare
     out: str | None = None  # a file or directory to write
+    engine: str = "own"  # of python -m serve: own, or vllm
+    proposer: str | None = None  # ngram or suffix: drafts without a drafter
+    port: int | None = None  # that a server listens on
     prompt: str | None = None
     prompt_file: str | None = None  # long prompts: commas and quotes mean something to Hydra
     seed: int = 0
@@ -50,10 +54,13 @@ class Run:
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed}: give a number from 0 to {2**32 - 1}")
+        if self.engine not in ("own", "vllm"):
+            raise ValueError(f"engine={self.engine}: write own or vllm")
 
 
 def register() -> None:

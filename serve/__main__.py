@@ -1,15 +1,22 @@
-"""``python -m serve drafter=DIR prompt="..."``: answer losslessly by draft and verify."""
+"""``python -m serve drafter=DIR prompt="..."``: answer losslessly by draft and verify.
+
+``engine=vllm`` starts vLLM with what the drafter needs instead; ``task=command`` only prints how.
+"""
 
 import hydra
 from omegaconf import DictConfig
 
 from recipes.cli import perform, start
+from serve import vllm
 from serve.tasks import answer
 
 
 @hydra.main(version_base="1.3", config_path="../recipes", config_name="run")
 def main(config: DictConfig) -> None:
-    perform(config, {"answer": answer}, "answer")
+    if config.engine == "vllm":
+        perform(config, {"serve": vllm.start, "command": vllm.show}, "serve")
+    else:
+        perform(config, {"answer": answer}, "answer")
 
 
 if __name__ == "__main__":
