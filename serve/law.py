@@ -1,10 +1,9 @@
 """What a request asks of the target's law: temperature, truncation, penalties, bias.
 
-One place for every way of decoding: plain decoding, verification and log probabilities take their law from
-here, so that drafts change nothing but the speed. Order, as in vLLM: logit bias, repetition penalty,
-frequency and presence penalties, temperature, min-p, top-k, top-p (transformers puts min-p last). Boundaries
-are vLLM's too: ties with the k-th token stay; the token that crosses the mass of top-p stays, and of tokens
-that tie there the lower ids.
+Plain decoding and verification take their law from here alone, so that drafts change nothing but the
+speed. Order, as in vLLM: logit bias, repetition penalty, frequency and presence penalties, temperature,
+min-p, top-k, top-p (transformers puts min-p last). Boundaries are vLLM's too: ties with the k-th token
+stay; the token that crosses the mass of top-p stays, and of tokens that tie there the lower ids.
 """
 
 from __future__ import annotations
