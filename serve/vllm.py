@@ -98,20 +98,24 @@ def command(run: Run, *, rocm: bool) -> list[str]:
 def speculation(run: Run, target: str, hardware: HardwareConfig) -> dict[str, Any] | None:
     """vLLM's ``--speculative-config`` for a run; ``None`` where nothing drafts."""
     proposer, n = run.proposer, run.serve.n
-    if proposer is not None and (run.drafter is not None or proposer not in UNTRAINED):
-        raise ValueError(
-            f"proposer={proposer}, drafter={run.drafter}: vLLM drafts in one way at a time; give drafter=DIR "
-            f"or proposer={'|'.join(UNTRAINED)}, or leave engine=vllm out"
-        )
     if n is not None and n < 0:
         raise ValueError(f"serve.n={n}: give 0 (plain decoding) or more")
-    if n == 0 or (proposer is None and run.drafter is None):
-        return None
+    if proposer is not None and "+" in proposer:
+        raise ValueError(
+            f"proposer={proposer}: vLLM drafts in one way at a time; write proposer={'|'.join(UNTRAINED)}, "
+            "or name a drafter, drafter=DIR, or leave engine=vllm out"
+        )
     given = {} if n is None else {"num_speculative_tokens": n}
-    if proposer is not None:
+    if n == 0 or proposer == "none" or (proposer is None and run.drafter is None):
+        return None
+    if proposer in UNTRAINED:
         return {**UNTRAINED[proposer], **given}
-    directory = Path(run.drafter or "").expanduser().resolve()
+    if run.drafter is None:
+        raise ValueError(f"proposer={proposer}: write {'|'.join(UNTRAINED)}, or name a drafter, drafter=DIR")
+    directory = Path(run.drafter).expanduser().resolve()
     method, most = _trained(directory, target, hardware)
+    if proposer not in (None, method):
+        raise ValueError(f"proposer={proposer}: the drafter in drafter= is {method}; leave proposer out")
     if n is not None and n > most:
         raise ValueError(f"serve.n={n}: this drafter was trained for at most {most} drafts a round")
     return {"method": method, "model": str(directory), "num_speculative_tokens": most, **given}

@@ -89,7 +89,7 @@ def test_settings_become_arguments_and_given_ones_win(run):
 
 def test_a_drafter_on_rocm_gets_an_attention_backend_of_its_own(run):
     assert speculative(run, rocm=True) == {**speculative(run), "attention_backend": "TRITON_ATTN"}
-    ngram = replace(run, drafter=None, proposer="ngram")
+    ngram = replace(run, proposer="ngram")
     assert speculative(ngram, rocm=True) == speculative(ngram)  # no layers, no attention
 
 
@@ -102,13 +102,19 @@ def test_a_drafter_on_rocm_gets_an_attention_backend_of_its_own(run):
     ],
 )
 def test_proposers_without_training_are_vllms_own(run, proposer, n, want):
-    run = replace(run, drafter=None, proposer=proposer, serve=ServeConfig(n=n))
-    assert speculative(run) == {"method": proposer, **want}
+    run = replace(run, proposer=proposer, serve=ServeConfig(n=n))
+    for drafter in (run.drafter, None):  # a drafter that is not asked, as in our own engine
+        assert speculative(replace(run, drafter=drafter)) == {"method": proposer, **want}
+
+
+def test_the_drafter_may_be_asked_for_by_its_method(run):
+    assert speculative(replace(run, proposer="dflash")) == speculative(run)
 
 
 def test_nothing_drafts_where_nothing_is_asked_to(run):
     assert speculative(replace(run, drafter=None)) is None
     assert speculative(replace(run, serve=ServeConfig(n=0))) is None
+    assert speculative(replace(run, proposer="none")) is None
     assert option(command(replace(run, drafter=None), rocm=True), "--dtype") == "auto"
 
 
@@ -124,11 +130,9 @@ def test_the_embedded_target_is_named_by_its_directory(run, monkeypatch, worksho
     [
         ({"serve": ServeConfig(n=99)}, r"serve\.n=99: .* at most \d+ drafts"),
         ({"serve": ServeConfig(n=-1)}, r"serve\.n=-1: give 0"),
-        ({"proposer": "suffix"}, r"proposer=suffix, drafter=.*one way at a time; give drafter=DIR or"),
-        (
-            {"proposer": "suffix+drafter", "drafter": None},
-            r"proposer=suffix\+drafter.*proposer=ngram\|suffix",
-        ),
+        ({"proposer": "suffix+dflash"}, r"proposer=suffix\+dflash: .* one way at a time; .*ngram\|suffix"),
+        ({"proposer": "eagle3"}, r"proposer=eagle3: the drafter in drafter= is dflash"),
+        ({"proposer": "dflash", "drafter": None}, r"proposer=dflash: .*name a drafter, drafter=DIR"),
         ({"prompt": "hello"}, "leave prompt and prompt_file out"),
         ({"drafter": "/nowhere"}, "drafter=/nowhere: no drafter directory"),
         ({"target": "/nowhere"}, "target=/nowhere: no model directory"),
