@@ -38,9 +38,7 @@ class Run:
     runs: list[str] | None = None  # names under runs/, or directories, to compare
     out: str | None = None  # a file or directory to write
     engine: str = "own"  # of python -m serve: own, or vllm
-    proposer: str | None = (
-        None  # who drafts: none, ngram, suffix, or a method; None: the drafter if there is one
-    )
+    proposer: str | None = None  # none, ngram, suffix or a method; None: the drafter, where there is one
     port: int | None = None  # that a server listens on
     prompt: str | None = None
     prompt_file: str | None = None  # long prompts: commas and quotes mean something to Hydra
