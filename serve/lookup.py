@@ -59,11 +59,11 @@ class LookupState:
 class Lookup:
     """The verbs of a proposer over histories. It reads tokens only, none of the target's states."""
 
-    layer_ids: ClassVar[list[int]] = []
     has_confidence: ClassVar[bool] = False
 
     def __init__(self, max_drafts: int) -> None:
         self.max_drafts = max_drafts
+        self.layer_ids: list[int] = []
 
     def begin(self, slots: int, capacity: int) -> LookupState:
         """An empty history a slot; they need no room set aside, whatever the capacity."""
@@ -76,14 +76,7 @@ class Lookup:
         for row, tokens, num in zip(rows, tokens_BJ.tolist(), kept, strict=True):
             state.histories[row].extend(tokens[:num])
 
-    def propose(
-        self,
-        state: LookupState,
-        rows: range,
-        anchors_B: Tensor,
-        n: int,
-        uniforms_BK: Tensor | None = None,
-    ) -> Proposal:
+    def propose(self, state: LookupState, rows: range, anchors_B: Tensor, n: int) -> Proposal:
         """At most ``n`` drafts a row, point masses; a row with nothing to copy has none."""
         anchors = anchors_B.tolist()
         found = [state.histories[row].drafts(anchor, n) for row, anchor in zip(rows, anchors, strict=True)]

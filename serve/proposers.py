@@ -1,4 +1,4 @@
-"""Who proposes: nobody, a table of n-grams, a suffix tree, a trained drafter, or one of the cheap two before it.
+"""Who proposes: nobody, a table of n-grams, a suffix tree, a trained drafter, or one before the other.
 
 ``proposer=suffix+dspark`` looks drafts up first. The trained drafter is asked when a row's are too few, and
 not at all in rounds in which every row has enough; it hears of every true token either way.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,31 +16,10 @@ from torch.nn import functional as F
 
 from drafters.method import Drafter, all_methods
 from drafters.types import Proposal, States
+from serve.engine import Proposer
+from serve.lookup import Lookup
 from serve.ngram import Ngram, NgramConfig
 from serve.suffix import Suffix, SuffixConfig
-
-
-class Proposer(Protocol):
-    """What the engine uses of a drafter, trained or not (drafters/method.py says what the verbs do)."""
-
-    @property
-    def layer_ids(self) -> list[int]: ...
-
-    @property
-    def max_drafts(self) -> int: ...
-
-    @property
-    def has_confidence(self) -> bool: ...
-
-    def begin(self, slots: int, capacity: int) -> Any: ...
-
-    def advance(
-        self, state: Any, rows: range, states: States, tokens_BJ: Tensor, kept: list[int]
-    ) -> None: ...
-
-    def propose(
-        self, state: Any, rows: range, anchors_B: Tensor, n: int, uniforms_BK: Tensor | None = None
-    ) -> Proposal: ...
 
 
 @dataclass
@@ -64,18 +43,14 @@ def build(name: str | None, drafter: Drafter | None, config: ProposerConfig) -> 
     """
     if name is None:
         return drafter
-    if name == "none":
-        return None
-    cheap, plus, method = name.partition("+")
-    if not plus and cheap not in ("ngram", "suffix"):
-        cheap, method = "", name
     if name not in known_names():
         raise ValueError(f"serve.proposer={name}: {_remedy(name)}")
-    trained = _trained(name, method, drafter) if method else None
-    first = {"ngram": Ngram(config.ngram), "suffix": Suffix(config.suffix)}.get(cheap)
-    if first is None or trained is None:
-        return first or trained
-    return Combined(first, trained, config.trust)
+    lookups: dict[str, Lookup] = {"ngram": Ngram(config.ngram), "suffix": Suffix(config.suffix)}
+    if name == "none" or name in lookups:
+        return lookups.get(name)
+    first, _, method = name.rpartition("+")
+    second = _trained(name, method, drafter)
+    return Combined(lookups[first], second, config.trust) if first else second
 
 
 def known_names() -> list[str]:
@@ -111,57 +86,52 @@ def _trained(name: str, method: str, drafter: Drafter | None) -> Drafter:
 class CombinedState:
     """The states of both."""
 
-    both: tuple[Any, Any]
+    first: Any
+    second: Any
 
     def drop(self, slots: list[int]) -> None:
         """Forget what the slots hold."""
-        for state in self.both:
-            state.drop(slots)
+        self.first.drop(slots)
+        self.second.drop(slots)
 
     def move(self, source: int, target: int) -> None:
         """Put one slot's request into another slot."""
-        for state in self.both:
-            state.move(source, target)
+        self.first.move(source, target)
+        self.second.move(source, target)
 
 
 class Combined:
-    """Drafts of ``first`` for rows where it has ``trust`` of them, or all that were asked for; else of ``second``.
+    """Drafts of ``first`` for rows where it has enough of them, else of ``second``.
 
-    All are point masses. They come with confidences where both proposers have them.
+    Enough are ``trust`` drafts, or all that were asked for. All drafts are point masses; they come with
+    confidences where both proposers have them.
     """
 
-    def __init__(self, first: Proposer, second: Proposer, trust: int) -> None:
+    def __init__(self, first: Lookup, second: Drafter, trust: int) -> None:
         self.first, self.second, self.trust = first, second, trust
         self.layer_ids = second.layer_ids
         self.max_drafts = max(first.max_drafts, second.max_drafts)
         self.has_confidence = first.has_confidence and second.has_confidence
-        assert not first.layer_ids, first.layer_ids
 
     def begin(self, slots: int, capacity: int) -> CombinedState:
         """Empty states of both."""
-        return CombinedState((self.first.begin(slots, capacity), self.second.begin(slots, capacity)))
+        return CombinedState(self.first.begin(slots, capacity), self.second.begin(slots, capacity))
 
     def advance(
         self, state: CombinedState, rows: range, states: States, tokens_BJ: Tensor, kept: list[int]
     ) -> None:
         """Both extend their slots, whosever the drafts were."""
-        for proposer, own in zip((self.first, self.second), state.both, strict=True):
-            proposer.advance(own, rows, states, tokens_BJ, kept)
+        self.first.advance(state.first, rows, states, tokens_BJ, kept)
+        self.second.advance(state.second, rows, states, tokens_BJ, kept)
 
-    def propose(
-        self,
-        state: CombinedState,
-        rows: range,
-        anchors_B: Tensor,
-        n: int,
-        uniforms_BK: Tensor | None = None,
-    ) -> Proposal:
+    def propose(self, state: CombinedState, rows: range, anchors_B: Tensor, n: int) -> Proposal:
         """Up to ``n`` drafts a row; ``second`` gives what it was trained for at most."""
-        cheap = self.first.propose(state.both[0], rows, anchors_B, n)
-        enough = [num >= min(self.trust, n) for num in _lengths(cheap)]
+        cheap = self.first.propose(state.first, rows, anchors_B, n)
+        wanted = min(self.trust, n, self.first.max_drafts)
+        enough = [num >= wanted for num in _lengths(cheap)]
         if all(enough):
             return cheap if self.has_confidence else Proposal(cheap.tokens_BK, lengths=cheap.lengths)
-        costly = self.second.propose(state.both[1], rows, anchors_B, min(n, self.second.max_drafts))
+        costly = self.second.propose(state.second, rows, anchors_B, min(n, self.second.max_drafts))
         return chosen(enough, cheap, costly, self.has_confidence)
 
 

@@ -30,7 +30,7 @@ class SuffixConfig:
     """``serve.suffix.*``"""
 
     max_drafts: int = 16
-    factor: float = 1.0  # drafts for each token of the match (vLLM: suffix_decoding_max_spec_factor)
+    factor: float = 2.0  # drafts for each token of the match (vLLM: suffix_decoding_max_spec_factor)
     min_probability: float = 0.1  # of all drafts up to the last (suffix_decoding_min_token_prob)
     max_match: int = 32  # tokens of context that are looked for
     past: bool = True  # also look at past answers, to whomever: texts stay the same, the speed may tell
@@ -152,7 +152,7 @@ class SuffixTree:
     def follow(self, node: Node, offset: int, limit: int, least: float) -> tuple[list[int], list[float]]:
         """Up to ``limit`` likeliest tokens from a place on, and the share of each among what followed there.
 
-        Ends before the product of the shares is below ``least``. Of children seen equally often, the newest.
+        Ends before the product of the shares is below ``least``. Of children seen equally often, the first.
         """
         tokens: list[int] = []
         shares: list[float] = []
@@ -163,7 +163,7 @@ class SuffixTree:
                 if not node.children:
                     break
                 total = sum(child.count for child in node.children.values())
-                node = max(reversed(node.children.values()), key=lambda child: child.count)
+                node = max(node.children.values(), key=lambda child: child.count)
                 offset, share = 0, node.count / total
             at = node.start + offset
             product *= share
