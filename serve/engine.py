@@ -211,6 +211,7 @@ class Engine:
         if not all(request.stop):
             raise ValueError(f"{name}: an empty stop string would end every answer; leave it out")
 
+    @torch.inference_mode()
     def abort(self, answer: Answer) -> None:
         """End an answer at any time; its slot is free at once. Nothing happens to one that is over."""
         if answer.finish is not None:
