@@ -51,8 +51,7 @@ class LookupState:
             self.histories[slot] = self.begin()
 
     def move(self, source: int, target: int) -> None:
-        """Put one slot's request into another slot; the one that was there has left."""
-        self.drop([target])
+        """Put one slot's request into another, empty slot."""
         self.histories[target], self.histories[source] = self.histories[source], self.histories[target]
 
 

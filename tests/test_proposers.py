@@ -183,6 +183,16 @@ def test_confidences_of_one_proposer_alone_are_left_out(lengths):
         assert proposal.confidence_BK is None
 
 
+def test_a_slot_is_dropped_and_moved_in_both():
+    combined = Combined(Ngram(NgramConfig(shortest=1)), Ngram(NgramConfig(shortest=1)), trust=1)
+    state = combined.begin(2, 64)
+    combined.advance(state, range(2), None, torch.tensor([[1, 2], [3, 4]]), [2, 2])
+    state.drop([0])
+    state.move(1, 0)
+    for own in (state.first, state.second):
+        assert [history.text for history in own.histories] == [[3, 4], []]
+
+
 def test_rows_without_any_draft_make_a_proposal_of_none():
     none = Proposal(torch.zeros(2, 0).long(), lengths=[0, 0])
     made = chosen([True, False], none, none, False)
