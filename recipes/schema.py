@@ -19,6 +19,7 @@ from drafters.method import MethodConfig, all_methods
 from drafters.target import EMBEDDED, HardwareConfig
 from eval.evaluate import EvalConfig
 from serve.answer import ServeConfig
+from serve.bench import BenchConfig
 from serve.vllm import VllmConfig
 from train.log import LogConfig
 from train.loop import TrainConfig
@@ -54,6 +55,7 @@ class Run:
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
     def __post_init__(self) -> None:

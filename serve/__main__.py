@@ -1,6 +1,7 @@
 """``python -m serve drafter=DIR prompt="..."``: answer losslessly by draft and verify.
 
-``engine=vllm`` starts vLLM with what the drafter needs instead; ``task=command`` only prints how.
+``task=bench`` measures proposers side by side. ``engine=vllm`` starts vLLM with what the drafter needs
+instead; ``task=command`` only prints how.
 """
 
 import hydra
@@ -8,6 +9,7 @@ from omegaconf import DictConfig
 
 from recipes.cli import perform, start
 from serve import vllm
+from serve.bench import bench
 from serve.tasks import answer
 
 
@@ -16,7 +18,7 @@ def main(config: DictConfig) -> None:
     if config.engine == "vllm":
         perform(config, {"serve": vllm.start, "command": vllm.show}, "serve")
     else:
-        perform(config, {"answer": answer}, "answer")
+        perform(config, {"answer": answer, "bench": bench}, "answer")
 
 
 if __name__ == "__main__":
