@@ -82,18 +82,29 @@ def measure(
     with tqdm(total=len(jobs) * config.requests, unit="answer", desc="bench", mininterval=1) as bar:
         for cell, name in jobs:
             bar.set_postfix_str(f"{cell.kind}, {cell.concurrency} clients, {name}")
-            asked = prompts[cell.kind][: config.requests]
-            proposer = proposers[name]()
-            drafts = 0 if proposer is None else min(proposer.max_drafts, n or proposer.max_drafts)
-            need = max(map(len, asked)) + config.max_new_tokens
-            engine = Engine(target, proposer, drafts, slots=cell.concurrency, capacity=need + drafts)
             requests = [
                 Request(prompt, config.max_new_tokens, Sampling(cell.temperature, seed=seed + i))
-                for i, prompt in enumerate(asked)
+                for i, prompt in enumerate(prompts[cell.kind][: config.requests])
             ]
-            warm_up = Request(asked[0][:8], min(2, config.max_new_tokens))
-            closed_loop(engine, [warm_up] * cell.concurrency, cell.concurrency)
-            yield cell, name, closed_loop(engine, requests, cell.concurrency, bar.update)
+            yield cell, name, _once(target, proposers[name](), n, requests, cell.concurrency, bar.update)
+
+
+def _once(
+    target: Target,
+    proposer: Proposer | None,
+    n: int | None,
+    requests: Sequence[Request],
+    clients: int,
+    done: Callable[[], object],
+) -> Measured:
+    """One measurement, on an engine of its own that has run before."""
+    most = 0 if proposer is None else proposer.max_drafts
+    drafts = most if n is None else min(n, most)
+    need = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    engine = Engine(target, proposer, drafts, slots=clients, capacity=need + drafts)
+    first = requests[0]
+    closed_loop(engine, [Request(first.prompt[:8], min(2, first.max_new_tokens))] * clients, clients)
+    return closed_loop(engine, requests, clients, done)
 
 
 def bench(run: Run) -> None:
@@ -159,7 +170,7 @@ def _chosen(prompts: Prompts, config: BenchConfig) -> Prompts:
     unknown = sorted({*(config.kinds or [])} - {*prompts})
     if unknown:
         raise ValueError(f"bench.kinds={config.kinds}: {unknown} is none of {sorted(prompts)}")
-    chosen = {kind: some for kind, some in prompts.items() if config.kinds is None or kind in config.kinds}
+    chosen = {kind: some for kind, some in prompts.items() if not config.kinds or kind in config.kinds}
     for kind, some in chosen.items():
         if len(some) < config.requests:
             raise ValueError(

@@ -116,7 +116,7 @@ def test_measurements_are_shuffled_and_repeated_with_a_new_proposer_each(target)
     assert set(Counter(first).values()) == {2}
 
 
-@pytest.mark.parametrize(("n", "most"), [(None, 4), (2, 2), (99, 4)])
+@pytest.mark.parametrize(("n", "most"), [(None, 4), (2, 2), (0, 0), (99, 4)])
 def test_n_is_at_most_what_the_proposer_can(target, n, most):
     drafter = tiny.loud(target, "dflash")
     assert drafter.max_drafts == 4
