@@ -194,6 +194,9 @@ def test_half_precision_logits_are_taken_as_the_numbers_they_are(dtype, sampling
     assert found_JV.dtype == torch.float32
     assert torch.equal(found_JV, law_of(sampling, half_JV.float()))
     assert torch.equal(law(half_JV, sampling), law(half_JV.float(), sampling))
+    both = [adjusted(logits_JV, sampling, PROMPT, ANSWER, DRAFTS) for logits_JV in (half_JV, half_JV.float())]
+    assert both[0].dtype == torch.float32
+    assert torch.equal(*both)
 
 
 HARD = [-math.inf, -3e38, -1e4, 0.0, 1e4, 3e38, math.inf]
