@@ -161,6 +161,12 @@ class Service:
                 code="model_not_found",
             )
 
+    def check_choices(self, asked: Asked, num_prompts: int) -> None:
+        """``Refusal`` for more answers than the server ever runs and queues."""
+        most = self.worker.limit
+        if num_prompts * (asked.n or 1) > most:
+            raise Refusal(400, f"n: {most} answers are the most that fit here; ask for fewer", param="n")
+
     def chat_prompt(self, asked: ChatRequest) -> list[int]:
         """Ids of the rendered chat, up to where the assistant goes on."""
         messages = [message.plain() for message in asked.messages]
@@ -171,6 +177,7 @@ class Service:
 
     def prompts(self, asked: CompletionRequest) -> list[list[int]]:
         """Ids of each prompt of a completion."""
+        self.check_choices(asked, len(asked.prompts))
         out = []
         for prompt in asked.prompts:
             ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
@@ -197,9 +204,7 @@ class Service:
         self, http: Request, asked: Asked, prompts: list[list[int]], form_of: type[Form]
     ) -> Response:
         """The answer, whole or as a stream."""
-        room = self.worker.limit
-        if len(prompts) * (asked.n or 1) > room:
-            raise Refusal(400, f"n: this server takes {room} choices at a time; ask for fewer", param="n")
+        self.check_choices(asked, len(prompts))
         requests = [
             request
             for prompt in prompts
@@ -207,17 +212,25 @@ class Service:
         ]
         form = form_of(self.model, self.tokenizer.decode, asked.num_logprobs is not None)
         call = self.worker.submit(requests)
+        if asked.stream:
+            return await self._streamed(http, asked, call, form, len(prompts))
         try:
-            if not asked.stream:
-                choices = await while_present(http, _collect(call, form))
-                return JSONResponse(form.answer(choices, call.answers, len(prompts)))
+            choices = await while_present(http, _collect(call, form))
+            return JSONResponse(form.answer(choices, call.answers, len(prompts)))
+        finally:
+            self.worker.close(call)
+
+    async def _streamed(
+        self, http: Request, asked: Asked, call: Call, form: Form, num_prompts: int
+    ) -> Response:
+        try:
             await while_present(http, call.started())
         except BaseException:  # a refusal, a client that went away, or the server's end
-            self.worker.cancel(call)
+            self.worker.close(call)
             raise
         options = asked.stream_options
-        lines = _stream(call, form, len(prompts), bool(options and options.include_usage))
-        return EventStream(lines, on_close=lambda: self.worker.cancel(call))
+        lines = _stream(call, form, num_prompts, bool(options and options.include_usage))
+        return EventStream(lines, on_close=lambda: self.worker.close(call))
 
 
 async def _collect(call: Call, form: Form) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import difflib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -43,6 +43,10 @@ class Refusal(HTTPException):
         return {
             "error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code},
         }
+
+
+T = TypeVar("T")
+List = Annotated[list[T], Field(fail_fast=True)]  # one bad item is enough to refuse a long list
 
 
 # Parts of a chat ---------------------------------------------------------------------------------------
@@ -95,10 +99,10 @@ class Message(Body):
     """One turn. ``developer`` is another word for ``system``; images and sound are not read."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | List[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: List[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = (
         None  # this and the rest: what clients send back of an answer, and no template reads
@@ -168,8 +172,8 @@ class Asked(Body):
     n: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | List[str] | None = None
+    stop_token_ids: List[int] | None = None
     ignore_eos: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -241,11 +245,11 @@ class Asked(Body):
 class ChatRequest(Asked):
     """``POST /v1/chat/completions``. Tools are shown to the model; calls in its answer stay text."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: List[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None  # as they are: templates and drafters saw such
+    tools: List[dict[str, Any]] | None = None  # as they are: templates and drafters saw such
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     response_format: TextFormat | None = None
@@ -290,7 +294,7 @@ class ChatRequest(Asked):
 class CompletionRequest(Asked):
     """``POST /v1/completions``. A text gets the tokenizer's own start token, ids are taken as they are."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | List[int] | List[str] | List[List[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None

@@ -16,7 +16,7 @@ class HttpConfig:
     queue: int = 64  # requests that wait for a slot; more are told to come back (429)
     context: int = 4096  # tokens of a prompt and its answer, at most the target's own limit
     max_tokens: int = 2048  # of an answer that was asked for without a limit
-    max_body_bytes: int = 4 * 2**20
+    max_body_bytes: int = 2**20
     grace_seconds: int = 30  # for running requests, once the server is told to stop
 
     def __post_init__(self) -> None:

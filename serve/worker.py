@@ -22,6 +22,8 @@ from serve.protocol import Refusal
 
 logger = logging.getLogger(__name__)
 
+STOPPED = "the server is stopping, or its engine cannot go on"
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -91,7 +93,8 @@ class Worker:
     model: str
     limit: int
     running: list[_Running] = field(default_factory=list)
-    admitted: int = 0  # requests that run or wait; the loop alone changes it
+    calls: set[Call] = field(default_factory=set)  # not closed yet; this and the next are the loop's
+    admitted: int = 0  # requests that run or wait
 
     def __post_init__(self) -> None:
         self.engine = self.build()
@@ -103,8 +106,8 @@ class Worker:
         )
         self.inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.thread = Thread(target=self._run, name="engine", daemon=True)
-        self.closing = False  # the loop's: nothing more is taken
-        self.stopping = False  # the thread's: nothing more is done
+        self.stopping = False  # the thread's own word
+        self.ended = False  # the loop's
 
     # In the event loop -----------------------------------------------------------------------------
 
@@ -114,19 +117,21 @@ class Worker:
         self.thread.start()
 
     async def stop(self) -> None:
-        """Give up what still runs, and end the thread."""
-        self.closing = True
+        """End the thread; whoever still waits is told so."""
         self.inbox.put(self._stop)
         await asyncio.to_thread(self.thread.join)
 
     @property
     def alive(self) -> bool:
-        return self.thread.is_alive() and not self.closing
+        return self.thread.is_alive() and not self.ended
 
     def submit(self, requests: Sequence[Request]) -> Call:
-        """All of them, or none. Errors: ``Refusal`` 429 when the queue is full, 503 when the thread ended."""
+        """All of them, or none; ``close`` the call at the end.
+
+        Errors: ``Refusal`` 429 when the queue is full, 503 when nothing is decoded any more.
+        """
         if not self.alive:
-            raise Refusal(503, "the server is stopping")
+            raise Refusal(503, STOPPED)
         if self.admitted + len(requests) > self.limit:
             raise Refusal(
                 429,
@@ -136,25 +141,37 @@ class Worker:
             )
         self.admitted += len(requests)
         call = Call(requests)
+        self.calls.add(call)
         self.inbox.put(partial(self._take, call))
         return call
 
-    def cancel(self, call: Call) -> None:
-        """Nobody waits for this call any more; nothing happens to one that is over."""
-        self.inbox.put(partial(self._give_up, [call], None))
+    def close(self, call: Call) -> None:
+        """Nobody listens to this call any more: what of it is not finished is aborted."""
+        self.calls.discard(call)
+        self.inbox.put(partial(self._abort, call))
 
     def _release(self) -> None:
         self.admitted -= 1
 
+    def _end(self) -> None:
+        self.ended = True
+        for call in self.calls:
+            call.events.put_nowait(Refusal(503, STOPPED))
+
     # In the thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self.stopping:
-            try:
-                self._turn()
-            except Exception as error:  # whatever it is, the requests must hear of it and the server live
-                logger.exception("the engine failed; the requests in its slots are given up")
-                self._recover(f"the engine failed ({type(error).__name__}); the server's log has more")
+        try:
+            while not self.stopping:
+                try:
+                    self._turn()
+                except Exception as error:  # whatever it is, its requests must hear of it and the server live
+                    logger.exception("the engine failed; the requests in its slots are given up")
+                    self._recover(f"the engine failed ({type(error).__name__}); the server's log has more")
+        except Exception:
+            logger.exception("no engine could be made in place of the failed one; nothing more is answered")
+        finally:
+            self._loop(self._end)
 
     def _turn(self) -> None:
         """Jobs first, so that what was cancelled is not decoded; then one round."""
@@ -170,9 +187,10 @@ class Worker:
             try:
                 answer = self.engine.submit(request, self._heard)
             except ValueError as error:
-                self._give_up([call], Refusal(400, str(error)))
+                self._abort(call)
                 for _ in call.requests[index:]:
                     self._loop(self._release)
+                self._loop(call.events.put_nowait, Refusal(400, str(error)))
                 return
             call.answers.append(answer)
             self.running.append(_Running(call, index, answer, call.arrived))
@@ -208,11 +226,8 @@ class Worker:
             metrics.whole.observe(now - running.call.arrived)
             metrics.count_finish(answer.finish)
 
-    def _give_up(self, calls: Sequence[Call], reason: Refusal | None) -> None:
-        """Tell whoever listens why, then abort what is not finished of these calls."""
-        for call in calls if reason else ():
-            self._loop(call.events.put_nowait, reason)
-        for running in [r for r in self.running if r.call in calls]:
+    def _abort(self, call: Call) -> None:
+        for running in [r for r in self.running if r.call is call]:
             self._leave(running)
             self.metrics.count_finish("abort")
             self.engine.abort(running.answer)
@@ -224,10 +239,9 @@ class Worker:
         """
         waiting = {id(answer) for answer in self.engine.waiting}
         failed = [r for r in self.running if id(r.answer) not in waiting] or self.running
-        calls = list(dict.fromkeys(running.call for running in failed))
-        reason = Refusal(500, message)
+        calls = {running.call for running in failed}
         for call in calls:
-            self._loop(call.events.put_nowait, reason)
+            self._loop(call.events.put_nowait, Refusal(500, message))
         for running in [r for r in self.running if r.call in calls]:
             self._leave(running)
             self.metrics.count_finish("error")
@@ -238,10 +252,6 @@ class Worker:
 
     def _stop(self) -> None:
         self.stopping = True
-        self._give_up(self._calls(), Refusal(503, "the server is stopping"))
-
-    def _calls(self) -> list[Call]:
-        return list(dict.fromkeys(r.call for r in self.running))
 
     def _leave(self, running: _Running) -> None:
         self.running.remove(running)
