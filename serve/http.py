@@ -108,12 +108,14 @@ def listen(host: str, port: int) -> socket.socket:
 
     Errors: ``ValueError`` when it cannot be had.
     """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port={port}: give a port from 0 (any that is free) to {2**16 - 1}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         taken = socket.socket(family, kind, protocol)
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ValueError(f"http.host={host}, port={port}: {error}; give another port or host") from error
     return taken
 
