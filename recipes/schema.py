@@ -19,6 +19,7 @@ from drafters.method import MethodConfig, all_methods
 from drafters.target import EMBEDDED, HardwareConfig
 from eval.evaluate import EvalConfig
 from serve.answer import ServeConfig
+from serve.settings import HttpConfig
 from train.log import LogConfig
 from train.loop import TrainConfig
 from train.optim import OptimConfig
@@ -38,6 +39,7 @@ class Run:
     out: str | None = None  # a file or directory to write
     prompt: str | None = None
     prompt_file: str | None = None  # long prompts: commas and quotes mean something to Hydra
+    port: int | None = None  # of python -m serve; None: 8000, unless there is a prompt to answer
     seed: int = 0
 
     method: Any = MISSING
@@ -50,6 +52,7 @@ class Run:
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:

@@ -11,9 +11,11 @@ import torch
 
 from data.chat import Renderer, template_of
 from drafters import checkpoint
+from drafters.method import Drafter
 from drafters.target import Target, load
 from serve.answer import Timed, capacity_for, decode, drafts_for
 from serve.engine import Answer, Engine
+from serve.http import create_app, listen, run_until_stopped
 
 if TYPE_CHECKING:
     from recipes.schema import Run
@@ -21,16 +23,11 @@ if TYPE_CHECKING:
 
 def answer(run: Run) -> None:
     """Answer ``prompt=``, ``prompt_file=`` or standard input, greedily unless a temperature is given."""
-    if run.drafter is None:
-        raise ValueError("drafter: name a drafter directory, for example drafter=runs/demo/drafter")
+    directory = drafter_directory(run)
     text = read_prompt(run.prompt, run.prompt_file)
-    hardware = checkpoint.hardware_for(Path(run.drafter), run.hardware)  # refused before the target is loaded
-    template = template_of(run.data.chat_template)
-    target = load(run.target, hardware)
-    drafter = checkpoint.read(Path(run.drafter), target)
-    render = Renderer(target.tokenizer, template, target.stop_ids, dict(run.data.template_settings))
+    target, drafter, render = loaded(run, directory)
     prompt = render.prompt_ids([{"role": "user", "content": text}])
-    n = drafts_for(target, drafter, Path(run.drafter), run.serve)
+    n = drafts_for(target, drafter, directory, run.serve)
     capacity = capacity_for(target, prompt, run.serve, max(n, 1))
 
     engine, plainly = Engine(target, drafter, n, capacity=capacity), Engine(target, capacity=capacity)
@@ -44,6 +41,48 @@ def answer(run: Run) -> None:
     )
     if run.serve.compare:
         print(comparison(target, drafted, decode(plainly, prompt, run.serve)))
+
+
+def http(run: Run) -> None:
+    """Serve OpenAI's API on ``http.host`` and ``port``, until told to stop."""
+    directory, config = drafter_directory(run), run.http
+    if run.prompt is not None or run.prompt_file is not None:
+        raise ValueError(
+            "the server takes its prompts by HTTP; leave out prompt, prompt_file and port to ask once"
+        )
+    with listen(config.host, 8000 if run.port is None else run.port) as listener:
+        target, drafter, render = loaded(run, directory)
+        n = drafts_for(target, drafter, directory, run.serve)
+        context = min(config.context, target.config.max_position_embeddings)
+
+        def build() -> Engine:
+            return Engine(target, drafter, n, slots=config.slots, capacity=context)
+
+        name = config.model or run.target
+        host, port = listener.getsockname()[:2]
+        print(
+            f"{name} on http://{f'[{host}]' if ':' in host else host}:{port}/v1: "
+            f"{config.slots} slots of {context} tokens, N={n}",
+            flush=True,
+        )
+        run_until_stopped(create_app(build, render, config, name), listener, config)
+
+
+def drafter_directory(run: Run) -> Path:
+    """``drafter=``. Errors: ``ValueError`` when there is none."""
+    if run.drafter is None:
+        raise ValueError("drafter: name a drafter directory, for example drafter=runs/demo/drafter")
+    return Path(run.drafter)
+
+
+def loaded(run: Run, directory: Path) -> tuple[Target, Drafter, Renderer]:
+    """Target, drafter and what renders prompts; what can be refused early is, before the target is loaded."""
+    hardware = checkpoint.hardware_for(directory, run.hardware)
+    template = template_of(run.data.chat_template)
+    target = load(run.target, hardware)
+    drafter = checkpoint.read(directory, target)
+    render = Renderer(target.tokenizer, template, target.stop_ids, dict(run.data.template_settings))
+    return target, drafter, render
 
 
 ROUNDING = 1e-3  # in logits: what the order of additions may change in fp32, with room
