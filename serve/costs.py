@@ -7,7 +7,6 @@ made monotone, and read between their points by lines.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -16,6 +15,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from drafters.target import Target, cache_directory
 
 @dataclass(frozen=True)
 class Table:
-    """Seconds at ``rows`` x ``columns``, both ascending, by lines between points and beyond the last.
+    """Seconds at ``rows`` x ``columns``, both ascending, by lines between points.
 
+    They go on with the last slope beyond the last column, and in proportion to the rows beyond the last row.
     More rows, or more a row, never cost less. Errors: ``ValueError`` for what is no such table.
     """
 
@@ -42,7 +43,7 @@ class Table:
         shape = len(self.seconds) == len(self.rows) and {len(r) for r in self.seconds} == {len(self.columns)}
         if not axes or not shape:
             raise ValueError(f"no table: {self.rows} x {self.columns} for {self.seconds}")
-        falls = [pair for line in self._lines() for pair in itertools.pairwise(line) if pair[1] < pair[0]]
+        falls = [pair for line in self._lines() for pair in pairwise(line) if pair[1] < pair[0]]
         if falls or not all(0 < value < math.inf for row in self.seconds for value in row):
             raise ValueError(f"seconds must be positive and must not fall with more work: {self.seconds}")
 
@@ -64,9 +65,11 @@ class Table:
 
     def at(self, rows: float, column: float) -> float:
         """Seconds; below the first point they are those of the first."""
-        (r, up), (c, right) = _locate(self.rows, rows), _locate(self.columns, column)
-        low = _blend(self.seconds[r], c, right)
-        return low + up * (_blend(self.seconds[r + 1], c, right) - low) if up else low
+        most = self.rows[-1]
+        (r, up), (c, right) = _locate(self.rows, min(rows, most)), _locate(self.columns, column)
+        # Lines that go on beyond the last column may cross: fewer rows never cost more.
+        values = list(accumulate((_blend(line, c, right) for line in self.seconds[: r + 2]), max))
+        return _blend(values, r, up) * max(1.0, rows / most)
 
     def _lines(self) -> list[Sequence[float]]:
         return [*self.seconds, *zip(*self.seconds, strict=True)]
