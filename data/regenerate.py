@@ -25,6 +25,7 @@ from data.sources import Row, parse, row_of
 from drafters.files import replace_file
 from drafters.target import Target
 from serve.engine import Answer, Engine, Request
+from serve.law import Sampling
 
 
 @dataclass
@@ -113,7 +114,8 @@ def _ask(engine: Engine, render: Renderer, job: _Job, config: RegenerateConfig, 
     job.messages = messages
     job.parts.pop(0)
     seed = int(hashlib.sha256(f"{config.seed}/{job.row.key}".encode()).hexdigest()[:8], 16)
-    engine.submit(Request(prompt, config.max_new_tokens, config.temperature, seed, job.row.key))
+    sampling = Sampling(config.temperature, seed=seed)
+    engine.submit(Request(prompt, config.max_new_tokens, sampling, name=job.row.key))
     return True
 
 

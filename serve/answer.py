@@ -15,6 +15,7 @@ from drafters.checkpoint import read_config
 from drafters.method import Drafter
 from drafters.target import Target
 from serve.engine import Answer, Engine, Request
+from serve.law import Sampling
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Timed:
 
 def decode(engine: Engine, prompt: list[int], config: ServeConfig, on_token: Callable | None = None) -> Timed:
     """One request through an engine."""
-    request = Request(prompt, config.max_new_tokens, config.temperature)
+    request = Request(prompt, config.max_new_tokens, Sampling(config.temperature))
     heard_at: list[float] = []
     seconds = 0.0
 
@@ -113,15 +114,15 @@ def round_seconds(
     seconds: dict[int, list[float]] = {n: [] for n in ns}
     for n in ns:
         engine = engines[n] = Engine(target, drafter, n, capacity=context + repeats + n + 2)
-        _, states, _ = engine.forward(rows, prompt, head_rows=1)
-        engine.keep(rows, states, prompt, [context])
+        ran = engine.forward(rows, prompt)
+        engine.keep(rows, ran.states, prompt, [context])
     for _ in range(repeats + 1):
         for n, engine in engines.items():
             start = perf_counter()
-            proposal = engine.propose(rows, anchor)
+            proposal = engine.propose(rows, anchor, engine.num_drafts)
             tokens = torch.cat([anchor[:, None], proposal.tokens_BK], dim=1)
-            logits, states, _ = engine.forward(rows, tokens)
-            logits.argmax(-1).tolist()
-            engine.keep(rows, states, tokens, [1])
+            ran = engine.forward(rows, tokens)
+            target.head(ran.last_PD).argmax(-1).tolist()
+            engine.keep(rows, ran.states, tokens, [1])
             seconds[n].append(perf_counter() - start)
     return {n: statistics.median(times[1:]) for n, times in seconds.items()}

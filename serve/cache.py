@@ -7,9 +7,75 @@ visible.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of different lengths, and how their tokens stand one after another in P places.
+
+    ``real_P`` picks them out of the rows filled up to one length, flattened; ``place_BJ`` is the way
+    back, where what fills a row up is any real place.
+    """
+
+    real_P: Tensor
+    place_BJ: Tensor
+
+    @classmethod
+    def of(cls, counts: list[int], longest: int, device: torch.device | str) -> Ragged:
+        assert 0 < min(counts) <= max(counts) <= longest, (counts, longest)
+        counts_B = torch.tensor(counts, device=device)
+        at_J = torch.arange(longest, device=device)
+        real_P = (at_J < counts_B[:, None]).flatten().nonzero().squeeze(1)
+        start_B = counts_B.cumsum(0) - counts_B
+        return cls(real_P, start_B[:, None] + torch.minimum(at_J, counts_B[:, None] - 1))
+
+
+@contextmanager
+def attend_ragged(cache: SlotCache, config: PreTrainedConfig) -> Iterator[None]:
+    """The target's passes in here read one flat row of tokens as the rows that ``cache`` has staged.
+
+    All layers but attention work on single tokens, so they see only real ones. Attention gets its rows
+    back, filled up to one length, and is otherwise the target's own.
+    """
+    usual = config._attn_implementation
+    token = _STAGED.set((cache, usual))
+    config._attn_implementation = _NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
+        _STAGED.reset(token)
+
+
+_NAME = "foredraft_ragged"
+_STAGED: ContextVar[tuple[SlotCache, str]] = ContextVar("staged")
+
+
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **settings):
+    """``query`` is ``[1, H, P, E]``; keys and values are those of the staged slots."""
+    cache, usual = _STAGED.get()
+    ragged = cache.ragged
+    assert ragged is not None, "a ragged pass over rows of one length"
+    eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(usual, eager)
+    rows, longest = ragged.place_BJ.shape
+    query_BHJE = query[0, :, ragged.place_BJ.flatten()].unflatten(1, (rows, longest)).transpose(0, 1)
+    found_BJHE, weights = attend(module, query_BHJE, key, value, attention_mask, **settings)
+    return found_BJHE.flatten(0, 1)[ragged.real_P][None], weights
+
+
+ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -48,8 +114,8 @@ class _SlotLayer(CacheLayerMixin):
             if owner.contiguous is not None:
                 slot, start, end = owner.contiguous
                 store[slot, :, start:end] = new[0]
-            else:
-                store[owner.row_B1, :, owner.position_BJ] = new.transpose(1, 2)
+            else:  # a row a request, or all requests in one row
+                store[owner.row_P, :, owner.position_P] = new.transpose(1, 2).flatten(0, 1)
         rows = slice(owner.rows.start, owner.rows.stop)
         return self.keys[rows, :, : owner.visible], self.values[rows, :, : owner.visible]
 
@@ -77,25 +143,38 @@ class SlotCache(Cache):
         self.rows = range(0)
         self.visible = 0
         self.contiguous: tuple[int, int, int] | None = None
-        self.position_BJ = self.row_B1 = torch.empty(0)
+        self.position_P = self.row_P = torch.empty(0)
+        self.ragged: Ragged | None = None
 
     def stage(
-        self, rows: range, num: int, device: torch.device | str, dtype: torch.dtype
+        self,
+        rows: range,
+        num: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        counts: list[int] | None = None,
     ) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
         """The next pass feeds ``num`` tokens to each of ``rows``: their positions, and the mask(s).
 
-        One mask ``[B, 1, num, visible]`` to add to the scores (eager attention, as of gpt-oss, adds a
-        boolean one too), or one a layer type where the target mixes windows.
+        Positions are ``[B, num]``. With ``counts`` row i has only its first ``counts[i]`` of them: then all
+        tokens stand one after another in a single row, positions are ``[1, P]``, and the pass has to
+        run within ``attend_ragged``. One mask ``[B, 1, num, visible]`` to add to the scores (eager
+        attention, as of gpt-oss, adds a boolean one too), or one a layer type where the target mixes windows.
         """
         lengths_B = torch.tensor([self.lengths[row] for row in rows], device=device)
-        longest = max(self.lengths[row] for row in rows) + num
+        longest = max(
+            self.lengths[row] + count for row, count in zip(rows, counts or [num] * len(rows), strict=True)
+        )
         assert longest <= self.capacity, f"slot of {self.capacity} tokens asked to hold {longest}"
         self.rows, self.visible = rows, longest
-        self.position_BJ = lengths_B[:, None] + torch.arange(num, device=device)
-        self.row_B1 = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        self.contiguous = (rows.start, longest - num, longest) if len(rows) == 1 else None
+        position_BJ = lengths_B[:, None] + torch.arange(num, device=device)
+        row_BJ = torch.arange(rows.start, rows.stop, device=device)[:, None].expand(-1, num)
+        self.ragged = None if counts is None else Ragged.of(counts, num, device)
+        pick = slice(None) if self.ragged is None else self.ragged.real_P
+        self.position_P, self.row_P = position_BJ.flatten()[pick], row_BJ.flatten()[pick]
+        self.contiguous = (rows.start, longest - num, longest) if len(rows) == 1 and counts is None else None
         at_T = torch.arange(longest, device=device)
-        query_BJ1 = self.position_BJ[..., None]
+        query_BJ1 = position_BJ[..., None]
         causal_BJT = at_T <= query_BJ1
         hidden = torch.finfo(dtype).min
         masks = {}
@@ -103,7 +182,8 @@ class SlotCache(Cache):
             visible_BJT = causal_BJT if window is None else causal_BJT & (at_T > query_BJ1 - window)
             scores_BJT = torch.zeros(visible_BJT.shape, dtype=dtype, device=device)
             masks[kind] = scores_BJT.masked_fill_(~visible_BJT, hidden)[:, None]
-        return self.position_BJ, next(iter(masks.values())) if len(masks) == 1 else masks
+        positions = position_BJ if self.ragged is None else self.position_P[None]
+        return positions, next(iter(masks.values())) if len(masks) == 1 else masks
 
     def commit(self, rows: range, kept: list[int]) -> None:
         """The first ``kept[i]`` staged tokens of each row are real; the rest never happened."""

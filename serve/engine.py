@@ -1,8 +1,8 @@
 """Propose, verify, commit, for a batch of requests. Names no method: anything with the verbs will do.
 
-A step is four lines: admit waiting requests (prefill), propose drafts for every active request, run the
-target once over anchors and drafts, commit what was accepted. Without a proposer the same step decodes
-plainly, one token at a time.
+A step prefills a chunk of the prompts that wait, then does four things for every request that has its
+prompt behind it: propose drafts, run the target once over anchors and drafts, keep what the target
+would have said itself, emit it. Without a proposer the same step decodes plainly, one token at a time.
 """
 
 from __future__ import annotations
@@ -11,69 +11,148 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from time import perf_counter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from drafters.method import Drafter
 from drafters.target import Target
-from drafters.types import Proposal
-from serve.cache import SlotCache
-from serve.verify import verify, verify_greedy
+from drafters.types import Proposal, States
+from serve.cache import SlotCache, attend_ragged
+from serve.law import Sampling, adjusted, law
+from serve.text import Text
+from serve.verify import verify, verify_matching
+
+
+class Proposer(Protocol):
+    """What the engine asks of drafters, trained or not. Every ``Drafter`` is one."""
+
+    layer_ids: list[int]
+
+    @property
+    def max_drafts(self) -> int: ...
+
+    def begin(self, slots: int, capacity: int) -> Any: ...
+
+    def advance(
+        self, state: Any, rows: range, states: States, tokens_BJ: Tensor, kept: list[int]
+    ) -> None: ...
+
+    def propose(self, state: Any, rows: range, anchors_B: Tensor, n: int) -> Proposal: ...
+
+
+class Schedule(Protocol):
+    """How many drafts to ask for and to verify, decided anew each round (``serve/schedule.py``)."""
+
+    def drafts(self, rows: int) -> int: ...
+
+    def prefixes(self, proposal: Proposal, rows: int) -> list[int]: ...
+
+    def heard(self, drafted: list[int], accepted: list[int], seconds: float) -> None: ...
 
 
 @dataclass
 class Request:
-    """One prompt to answer. ``seed`` and position alone decide its random draws."""
+    """One prompt to answer, and what ends the answer.
+
+    ``stop`` are strings that end it and are not part of its text; ``stop_ids`` are token ids beside the
+    target's own, which ``ignore_eos`` switches off. ``logprobs=n`` asks for the log probability of each
+    token and of the n likeliest, under the target's law as it is, before temperature and penalties.
+    ``text`` asks for the text as it grows.
+    """
 
     prompt: list[int]
     max_new_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    text: bool = False
     name: str = ""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Drafts proposed and accepted, and tokens emitted; ``accepted`` counts emitted drafts only."""
+    """Drafts verified and accepted, and tokens emitted; ``accepted`` counts emitted drafts only."""
 
     drafted: int
     accepted: int
     emitted: int
 
 
-@dataclass
+@dataclass(frozen=True)
+class Scored:
+    """The log probability of an emitted token, and the likeliest ids with theirs."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(eq=False)
 class Answer:
-    """Emitted ids, the stop token included; ``finish`` is stop or length."""
+    """Emitted ids, the stop token included; ``finish`` is stop, length or abort."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     finish: str | None = None
+    text: Text | None = None
+    logprobs: list[Scored] = field(default_factory=list)
+    prefilled: int = 0  # prompt tokens that the target has read
+    told: int = 0  # tokens that the listener has heard of
+    on_token: Callable[[Answer, list[int]], None] | None = None
 
     @property
     def tau(self) -> float:
         """Tokens committed per target pass; the token of the prefill is neither."""
         return sum(r.emitted for r in self.rounds) / max(1, len(self.rounds))
 
+    @property
+    def room(self) -> int:
+        return self.request.max_new_tokens - len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One run of the target over ``counts[i]`` tokens of each row, and what it left behind.
+
+    ``states`` are ``[B, J, ...]`` and true where a row has tokens; ``last_PD`` are the states after the
+    final norm of real tokens alone, one after another.
+    """
+
+    rows: range
+    tokens_BJ: Tensor
+    counts: list[int]
+    states: States
+    last_PD: Tensor
+
+    def split(self, values_P: Tensor) -> list[Tensor]:
+        """Per row, what stands at its real tokens."""
+        return list(values_P.split(self.counts))
+
 
 class Engine:
     """Continuous batching over ``slots``; ``proposer=None`` or ``num_drafts=0`` is plain decoding.
 
-    Errors: ``ValueError`` for a target whose state cannot be rolled back (recurrent layers), a prompt
+    A step prefills at most ``chunk`` prompt tokens, so that long prompts do not hold up answers. With a
+    ``schedule`` the drafts of a round are its to choose, ``num_drafts`` at most. One thread calls.
+
+    Errors: ``ValueError`` for a target whose state cannot be rolled back (recurrent layers), a request
     that does not fit, or more drafts than the drafter was trained for.
     """
 
     def __init__(
         self,
         target: Target,
-        proposer: Drafter | None = None,
+        proposer: Proposer | None = None,
         num_drafts: int | None = None,
         *,
         slots: int = 1,
         capacity: int = 2048,
         chunk: int = 512,
+        schedule: Schedule | None = None,
     ) -> None:
         _check_target(target)
         self.target = target
@@ -81,11 +160,11 @@ class Engine:
         self.proposer = proposer = proposer if self.num_drafts else None
         self.layer_ids = proposer.layer_ids if proposer else []
         self.slots, self.capacity, self.chunk = slots, capacity, chunk
+        self.schedule = schedule if proposer else None
         self.cache = SlotCache(target.num_layers, slots, capacity, target.attention_windows)
         self.state: Any = proposer.begin(slots, capacity) if proposer else None
         self.waiting: deque[Answer] = deque()
-        self.active: list[Answer] = []
-        self.on_token: Callable[[Answer, list[int]], None] | None = None
+        self.active: list[Answer] = []  # by slot; the last one may still be reading its prompt
 
     # What callers use ------------------------------------------------------------------------
 
@@ -95,9 +174,8 @@ class Engine:
         on_token: Callable[[Answer, list[int]], None] | None = None,
     ) -> Iterator[Answer]:
         """Answers as they finish; ``on_token`` hears of every batch of new ids of an answer."""
-        self.on_token = on_token
         for request in requests:
-            self.submit(request)
+            self.submit(request, on_token)
         while self.busy:
             yield from self.step()
 
@@ -105,180 +183,291 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.waiting or self.active)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, on_token: Callable[[Answer, list[int]], None] | None = None) -> Answer:
+        """Queue a request; the answer grows as ``step`` is called."""
+        self.check(request)
+        answer = Answer(request, on_token=on_token)
+        if request.text or request.stop:
+            answer.text = Text(self._decode, request.stop)
+        self.waiting.append(answer)
+        return answer
+
+    def check(self, request: Request) -> None:
+        """``ValueError`` with the reason why this request cannot be served."""
+        name, vocab = f"request {request.name}".rstrip(), self.target.vocab_size
         if not request.prompt:
-            raise ValueError(f"request {request.name}: empty prompt")
-        longest = len(request.prompt) + request.max_new_tokens + self.num_drafts
-        if request.max_new_tokens < 1 or longest > self.capacity:
+            raise ValueError(f"{name}: empty prompt")
+        if request.max_new_tokens < 1 or len(request.prompt) + request.max_new_tokens > self.capacity:
             raise ValueError(
-                f"request {request.name}: {len(request.prompt)} prompt tokens, {request.max_new_tokens} new "
-                f"ones, {self.num_drafts} drafts; a slot holds {self.capacity}, an answer one token or more; "
-                "shorten the request or raise the capacity"
+                f"{name}: {len(request.prompt)} prompt tokens, {request.max_new_tokens} new ones; a slot "
+                f"holds {self.capacity}, an answer a token or more; shorten the request or raise the capacity"
             )
-        self.waiting.append(Answer(request))
+        for key, ids in (("prompt", request.prompt), ("logit_bias", request.sampling.logit_bias)):
+            strange = next((i for i in ids if not 0 <= i < vocab), None)
+            if strange is not None:
+                raise ValueError(f"{name}: {key} holds token id {strange}; give ids from 0 to {vocab - 1}")
+        if (request.stop or request.text) and self.target.tokenizer is None:
+            raise ValueError(f"{name}: text and stop strings need a target with a tokenizer; use stop_ids")
+        if not all(request.stop):
+            raise ValueError(f"{name}: an empty stop string would end every answer; leave it out")
+
+    def abort(self, answer: Answer) -> None:
+        """End an answer at any time; its slot is free at once. Nothing happens to one that is over."""
+        if answer.finish is not None:
+            return
+        answer.finish = "abort"
+        if answer in self.waiting:
+            self.waiting.remove(answer)
+        else:
+            self._remove(self.active.index(answer))
 
     @torch.inference_mode()
     def step(self) -> list[Answer]:
-        """One round for every active request; returns those that finished."""
-        done = self._admit()
-        if self.active:
-            rows = range(len(self.active))
-            anchors_B = self._tensor([answer.tokens[-1] for answer in self.active])
-            proposal = self.propose(rows, anchors_B)
-            logits_BJV, states, tokens_BJ = self.forward(
-                rows, torch.cat([anchors_B[:, None], proposal.tokens_BK], 1)
-            )
-            done += self._commit(rows, proposal, logits_BJV, states, tokens_BJ)
+        """Prefill a chunk, then one round for every request past its prompt; returns those that finished."""
+        done = self._prefill()
+        num = self.decoding
+        if num == 0:
+            return done
+        start = perf_counter()
+        anchors_B = self._tensor([answer.tokens[-1] for answer in self.active[:num]])
+        proposal, lengths = self._proposal(range(num), anchors_B)
+        tokens_BJ = torch.cat([anchors_B[:, None], proposal.tokens_BK], 1)
+        ran = self.forward(range(num), tokens_BJ, [length + 1 for length in lengths])
+        logits_PV = self.target.head(ran.last_PD)
+        accepted, chosen = self._verify(proposal, lengths, ran.split(logits_PV))
+        self.keep(ran.rows, ran.states, ran.tokens_BJ, [count + 1 for count in accepted])
+        answers = self.active[:num]
+        for answer, drafted, stood, tokens, logits_JV in zip(
+            answers, lengths, accepted, chosen, ran.split(logits_PV), strict=True
+        ):
+            emitted = self._emit(answer, tokens, logits_JV)
+            answer.rounds.append(Round(drafted, min(stood, emitted), emitted))
+        for row in reversed(range(num)):
+            if answers[row].finish:
+                self._remove(row)
+        if self.schedule:
+            self.schedule.heard(lengths, accepted, perf_counter() - start)
+        for answer in answers:
+            self._tell(answer)
+        return done + [answer for answer in answers if answer.finish]
+
+    @property
+    def decoding(self) -> int:
+        """How many requests are past their prompt; they fill the slots from the front."""
+        reading = self.active and self.active[-1].prefilled < len(self.active[-1].request.prompt)
+        return len(self.active) - bool(reading)
+
+    # The parts of a step ---------------------------------------------------------------------
+
+    def _prefill(self) -> list[Answer]:
+        """Up to a chunk of prompt tokens, first come first served; the end of a prompt emits a token."""
+        done, budget = [], self.chunk
+        while budget > 0:
+            if self.decoding == len(self.active):
+                if not self.waiting or len(self.active) == self.slots:
+                    break
+                self.cache.lengths[len(self.active)] = 0
+                self.active.append(self.waiting.popleft())
+            slot, answer = len(self.active) - 1, self.active[-1]
+            prompt, row = answer.request.prompt, range(slot, slot + 1)
+            tokens = prompt[answer.prefilled : answer.prefilled + budget]
+            ran = self.forward(row, self._tensor([tokens]))
+            self.keep(row, ran.states, ran.tokens_BJ, [len(tokens)])
+            answer.prefilled += len(tokens)
+            budget -= len(tokens)
+            if answer.prefilled == len(prompt):
+                logits_1V = self.target.head(ran.last_PD[-1:])
+                self._emit(answer, self._choose(answer, logits_1V, []), logits_1V)
+                if answer.finish:
+                    done.append(answer)
+                    self._remove(slot)
+                self._tell(answer)
         return done
 
-    # The four lines --------------------------------------------------------------------------
-
-    def _admit(self) -> list[Answer]:
-        """Prefill waiting requests into free slots, chunk by chunk; each emits its first token."""
-        done = []
-        while self.waiting and len(self.active) < self.slots:
-            answer = self.waiting.popleft()
-            slot = len(self.active)
-            row = range(slot, slot + 1)
-            self.cache.lengths[slot] = 0
-            if self.proposer:
-                self.state.drop([slot])
-            self.active.append(answer)
-            prompt = answer.request.prompt
-            for start in range(0, len(prompt), self.chunk):
-                tokens_1T = self._tensor([prompt[start : start + self.chunk]])
-                last_only = start + self.chunk < len(prompt)
-                logits_1TV, states, _ = self.forward(row, tokens_1T, head_rows=0 if last_only else 1)
-                self.keep(row, states, tokens_1T, [tokens_1T.shape[1]])
-            law_BV = self._laws(logits_1TV[:, -1:], row)[:, -1]
-            first = self._draw(answer, law_BV[0], len(prompt))
-            if self._emit(answer, [first]):
-                done.append(answer)
-                self._remove(slot)
-        return done
-
-    def propose(self, rows: range, anchors_B: Tensor) -> Proposal:
-        if self.proposer is None:
-            return Proposal(anchors_B.new_empty(len(rows), 0))
-        return self.proposer.propose(self.state, rows, anchors_B, self.num_drafts)
-
-    def forward(self, rows: range, tokens_BJ: Tensor, head_rows: int | None = None):
-        """Logits of the last ``head_rows`` positions (``None``: all), and states of all."""
-        position_BJ, mask = self.cache.stage(rows, tokens_BJ.shape[1], self.target.device, self.target.dtype)
-        states = self.target.states(
-            tokens_BJ,
-            self.layer_ids,
-            attention_mask=mask,
-            position_BT=position_BJ,
-            cache=self.cache,
-        )
-        last_BJD = states.last()
-        if head_rows is not None:
-            last_BJD = last_BJD[:, last_BJD.shape[1] - head_rows :]
-        return self.target.head(last_BJD), states, tokens_BJ
-
-    def _commit(
-        self, rows: range, proposal: Proposal, logits_BJV: Tensor, states, tokens_BJ: Tensor
-    ) -> list[Answer]:
-        drafts_BK = proposal.tokens_BK
-        if all(answer.request.temperature == 0 for answer in self.active):
-            accepted_B, next_B = verify_greedy(logits_BJV.argmax(-1), drafts_BK)
-            next_tokens = next_B.tolist()
+    def _proposal(self, rows: range, anchors_B: Tensor) -> tuple[Proposal, list[int]]:
+        """Drafts for every row, cut to the longest that is verified, and how many of each row are."""
+        n = self.schedule.drafts(len(rows)) if self.schedule else self.num_drafts
+        proposal = self.propose(rows, anchors_B, n)
+        if self.schedule:
+            lengths = self.schedule.prefixes(proposal, len(rows))
         else:
-            uniforms = [
-                _uniforms(a.request.seed, "accept", self._position(a), drafts_BK.shape[1])
-                for a in self.active
-            ]
-            accepted_B, law_BV = verify(
-                self._laws(logits_BJV, rows),
-                proposal.laws_BKV,
-                drafts_BK,
-                torch.tensor(uniforms, device=drafts_BK.device).view(drafts_BK.shape),
-            )
-            next_tokens = [
-                self._draw(answer, law_BV[row], self._position(answer) + int(accepted_B[row]) + 1)
-                for row, answer in enumerate(self.active)
-            ]
+            lengths = proposal.lengths or [proposal.tokens_BK.shape[1]] * len(rows)
+        # Drafts past the end of an answer are for nothing, and past that of a slot.
+        lengths = [min(num, self.active[row].room) for row, num in zip(rows, lengths, strict=True)]
+        longest = max(lengths)
+        laws = None if proposal.laws_BKV is None else proposal.laws_BKV[:, :longest]
+        return Proposal(proposal.tokens_BK[:, :longest], laws), lengths
+
+    def propose(self, rows: range, anchors_B: Tensor, n: int) -> Proposal:
+        if self.proposer is None or n == 0:
+            return Proposal(anchors_B.new_empty(len(rows), 0))
+        return self.proposer.propose(self.state, rows, anchors_B, n)
+
+    def forward(self, rows: range, tokens_BJ: Tensor, counts: list[int] | None = None) -> Pass:
+        """Run the target over the first ``counts[i]`` tokens of each row (``None``: all of them).
+
+        Rows of different lengths run as one flat row, so that the target computes real tokens alone.
+        """
+        num, target = tokens_BJ.shape[1], self.target
+        counts = counts or [num] * len(rows)
+        if min(counts) == num:
+            position_BJ, mask = self.cache.stage(rows, num, target.device, target.dtype)
+            states = self._states(tokens_BJ, position_BJ, mask)
+            return Pass(rows, tokens_BJ, counts, states, states.last().flatten(0, 1))
+        position_1P, mask = self.cache.stage(rows, num, target.device, target.dtype, counts)
+        ragged = self.cache.ragged
+        assert ragged is not None, counts
+        with attend_ragged(self.cache, target.config):
+            flat = self._states(tokens_BJ.flatten()[ragged.real_P][None], position_1P, mask)
+        return Pass(rows, tokens_BJ, counts, flat[0, ragged.place_BJ], flat.last()[0])
+
+    def _states(self, tokens: Tensor, position: Tensor, mask: Tensor | dict[str, Tensor]) -> States:
+        return self.target.states(
+            tokens, self.layer_ids, attention_mask=mask, position_BT=position, cache=self.cache
+        )
+
+    def _verify(
+        self, proposal: Proposal, lengths: list[int], logits: list[Tensor]
+    ) -> tuple[list[int], list[list[int]]]:
+        """How many drafts of each row stand, and the tokens that the row gains.
+
+        Point-mass drafts stand while they are what the target chooses itself, drawn with the uniforms of
+        each position: the tokens are those of plain decoding, whatever was drafted. Drafts that were drawn
+        from a law stand by the rule of ``verify``.
+        """
+        drafts_BK = proposal.tokens_BK
+        answers = self.active[: len(lengths)]
+        rows = list(zip(answers, logits, drafts_BK.tolist(), lengths, strict=True))
+        if proposal.laws_BKV is not None:
+            return self._verify_drawn(proposal, lengths, logits)
+        if all(a.request.sampling.greedy and not a.request.sampling.adjusts for a in answers):
+            best_P = torch.cat(logits).argmax(-1) if len(logits) > 1 else logits[0].argmax(-1)
+            own = [best_J.tolist() for best_J in best_P.split([len(each) for each in logits])]
+        else:
+            own = [self._choose(a, logits_JV, drafts[:length]) for a, logits_JV, drafts, length in rows]
+        width = drafts_BK.shape[1] + 1
+        own_BJ = self._tensor([tokens + [0] * (width - len(tokens)) for tokens in own])
+        accepted_B, _ = verify_matching(own_BJ, drafts_BK, self._tensor(lengths))
         accepted = accepted_B.tolist()
-        self.keep(rows, states, tokens_BJ, [num + 1 for num in accepted])
-        finished = []
-        for row, (answer, num, token) in enumerate(zip(self.active, accepted, next_tokens, strict=True)):
-            before = len(answer.tokens)
-            over = self._emit(answer, [*drafts_BK[row, :num].tolist(), token])
-            emitted = len(answer.tokens) - before
-            answer.rounds.append(Round(drafts_BK.shape[1], min(num, emitted), emitted))
-            if over:
-                finished.append(row)
-        out = [self.active[row] for row in finished]
-        for row in reversed(finished):
-            self._remove(row)
-        return out
+        return accepted, [tokens[: num + 1] for tokens, num in zip(own, accepted, strict=True)]
+
+    def _verify_drawn(
+        self, proposal: Proposal, lengths: list[int], logits: list[Tensor]
+    ) -> tuple[list[int], list[list[int]]]:
+        """The same for drafts that were drawn from ``laws_BKV``."""
+        drafts_BK = proposal.tokens_BK
+        rows, num = drafts_BK.shape
+        p_BJV = logits[0].new_zeros(rows, num + 1, self.target.vocab_size, dtype=torch.float32)
+        uniforms = []
+        for row, (answer, logits_JV) in enumerate(zip(self.active, logits, strict=False)):
+            asked = answer.request.sampling
+            p_BJV[row, : lengths[row] + 1] = law(
+                self._adjusted(answer, logits_JV, drafts_BK[row].tolist()), asked
+            )
+            uniforms.append(_uniforms(asked.seed, "accept", self._position(answer), num))
+        u_BK = torch.tensor(uniforms, device=drafts_BK.device).view(drafts_BK.shape)
+        accepted_B, next_BV = verify(p_BJV, proposal.laws_BKV, drafts_BK, u_BK, self._tensor(lengths))
+        accepted, chosen = accepted_B.tolist(), []
+        for row, stood in enumerate(accepted):
+            answer = self.active[row]
+            own = _draw(
+                next_BV[row : row + 1], answer.request.sampling.seed, self._position(answer) + stood + 1
+            )
+            chosen.append(drafts_BK[row, :stood].tolist() + own)
+        return accepted, chosen
 
     # Small steps -----------------------------------------------------------------------------
 
-    def keep(self, rows: range, states, tokens_BJ: Tensor, kept: list[int]) -> None:
+    def keep(self, rows: range, states: States, tokens_BJ: Tensor, kept: list[int]) -> None:
+        """The first ``kept[i]`` tokens of each row are true; what followed them never happened."""
         self.cache.commit(rows, kept)
         if self.proposer:
             self.proposer.advance(self.state, rows, states, tokens_BJ, kept)
 
-    def _emit(self, answer: Answer, tokens: list[int]) -> bool:
-        """Append up to the first stop token or the limit; says whether the answer is over."""
-        room = answer.request.max_new_tokens - len(answer.tokens)
-        tokens = tokens[:room]
-        for at, token in enumerate(tokens):
-            if token in self.target.stop_ids:
-                tokens, answer.finish = tokens[: at + 1], "stop"
-                break
-        else:
-            if len(tokens) == room:
+    def _choose(self, answer: Answer, logits_JV: Tensor, drafts: list[int]) -> list[int]:
+        """The target's own token at each position after the answer and the drafts before it."""
+        asked = answer.request.sampling
+        logits_JV = self._adjusted(answer, logits_JV, drafts)
+        if asked.greedy:
+            return logits_JV.argmax(-1).tolist()
+        return _draw(law(logits_JV, asked), asked.seed, self._position(answer) + 1)
+
+    def _adjusted(self, answer: Answer, logits_JV: Tensor, drafts: list[int]) -> Tensor:
+        request = answer.request
+        return adjusted(logits_JV, request.sampling, request.prompt, answer.tokens, drafts)
+
+    def _emit(self, answer: Answer, tokens: list[int], logits_JV: Tensor) -> int:
+        """Append up to whatever ends the answer first: a stop token, a stop string, the limit. How many."""
+        request = answer.request
+        stop_ids = {*request.stop_ids, *(() if request.ignore_eos else self.target.stop_ids)}
+        room = answer.room
+        for emitted, token in enumerate(tokens[:room], start=1):
+            answer.tokens.append(token)
+            if request.logprobs is not None:
+                answer.logprobs.append(_scored(logits_JV[emitted - 1], token, request.logprobs))
+            if token in stop_ids:
+                answer.finish = "stop"
+            elif answer.text is not None:
+                answer.text.feed(token)
+                answer.finish = "stop" if answer.text.stopped else None
+            if answer.finish is None and emitted == room:
                 answer.finish = "length"
-        answer.tokens.extend(tokens)
-        if self.on_token:
-            self.on_token(answer, tokens)
-        return answer.finish is not None
+            if answer.finish:
+                break
+        if answer.finish and answer.text is not None:
+            answer.text.close()
+        return emitted
+
+    def _tell(self, answer: Answer) -> None:
+        """The listener hears last, when it may abort any request."""
+        new, answer.told = answer.tokens[answer.told :], len(answer.tokens)
+        if answer.on_token:
+            answer.on_token(answer, new)
 
     def _remove(self, slot: int) -> None:
-        """Close a hole by moving the last active request into it."""
+        """Take a request out and close the hole: the last past its prompt moves in, then one that reads."""
         last = len(self.active) - 1
-        if slot != last:
-            self.cache.move(last, slot)
-            if self.proposer:
-                self.state.move(last, slot)
-            self.active[slot] = self.active[last]
+        if self.proposer:
+            self.state.drop([slot])
+        for source in (self.decoding - 1, last):
+            if source > slot:
+                self.cache.move(source, slot)
+                if self.proposer:
+                    self.state.move(source, slot)
+                self.active[slot] = self.active[source]
+                slot = source
         self.active.pop()
 
     def _position(self, answer: Answer) -> int:
+        """Where the newest token of prompt and answer stands."""
         return len(answer.request.prompt) + len(answer.tokens) - 1
 
-    def _laws(self, logits_BJV: Tensor, rows: range) -> Tensor:
-        """The target's law of every row; a point mass at temperature 0."""
-        laws_BJV = torch.empty_like(logits_BJV, dtype=torch.float32)
-        for at, answer in enumerate(self.active[rows.start : rows.stop]):
-            heat, logits_JV = answer.request.temperature, logits_BJV[at].float()
-            if heat == 0:
-                laws_BJV[at] = torch.zeros_like(logits_JV).scatter_(
-                    1, logits_JV.argmax(-1, keepdim=True), 1.0
-                )
-            else:
-                laws_BJV[at] = torch.softmax(logits_JV / heat, dim=-1)
-        return laws_BJV
-
-    def _draw(self, answer: Answer, law_V: Tensor, position: int) -> int:
-        if answer.request.temperature == 0:
-            return int(law_V.argmax())
-        (u,) = _uniforms(answer.request.seed, "next", position, 1)
-        cumulative_V = law_V.double().cumsum(0)
-        at = torch.searchsorted(cumulative_V, cumulative_V[-1:] * u, right=True)
-        return min(int(at), len(law_V) - 1)
+    def _decode(self, ids: list[int]) -> str:
+        return self.target.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _tensor(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.target.device)
+
+
+def _draw(laws_JV: Tensor, seed: int, position: int) -> list[int]:
+    """A token from each law, with the uniforms of the positions from ``position`` on."""
+    cumulative_JV = laws_JV.double().cumsum(-1)
+    uniforms = [_uniforms(seed, "next", position + j, 1) for j in range(len(laws_JV))]
+    below_J1 = cumulative_JV.new_tensor(uniforms) * cumulative_JV[:, -1:]
+    at_J = torch.searchsorted(cumulative_JV, below_J1, right=True).squeeze(1)
+    return at_J.clamp(max=laws_JV.shape[-1] - 1).tolist()
 
 
 def _uniforms(seed: int, purpose: str, position: int, num: int) -> list[float]:
     """Draws that depend on a request's seed and a position alone; each purpose has its own."""
     stream = random.Random(f"{seed}/{purpose}/{position}")
     return [stream.random() for _ in range(num)]
+
+
+def _scored(logits_V: Tensor, token: int, num: int) -> Scored:
+    laws_V = logits_V.float().log_softmax(-1)
+    values, ids = laws_V.topk(num)
+    return Scored(float(laws_V[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
 def _check_target(target: Target) -> None:
@@ -290,7 +479,7 @@ def _check_target(target: Target) -> None:
         )
 
 
-def _check_drafts(proposer: Drafter, num: int | None) -> int:
+def _check_drafts(proposer: Proposer, num: int | None) -> int:
     most = proposer.max_drafts
     num = most if num is None else num
     if not 0 <= num <= most:

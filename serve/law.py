@@ -1,8 +1,8 @@
-"""What a request asks of the target's law: temperature, truncation, penalties, bias. One place, for every way of decoding.
+"""What a request asks of the target's law: temperature, truncation, penalties, bias.
 
-Plain decoding, verification and log probabilities take their law from here, so that drafts change nothing
-but the speed. Order, as in vLLM: logit bias, repetition penalty, frequency and presence penalties,
-temperature, min-p, top-k, top-p.
+Plain decoding and verification take their law from here alone, so that drafts change nothing but the
+speed. Order, as in vLLM: logit bias, repetition penalty, frequency and presence penalties, temperature,
+min-p, top-k, top-p.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def comparison(target: Target, drafted: Timed, plain: Timed) -> str:
     """
     ratio = drafted.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
     text = f"plain decoding {plain.tokens_per_second:.1f} tokens/s: drafting is {ratio:.2f} times as fast; "
-    if plain.answer.request.temperature > 0:
+    if not plain.answer.request.sampling.greedy:
         return text + "token ids are not compared, each run draws its own (serve.temperature=0 compares)"
     if drafted.answer.tokens == plain.answer.tokens:
         return text + "token ids are equal"

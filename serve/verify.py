@@ -47,7 +47,20 @@ def verify(
     return accepted_B, torch.where(refused_B[:, None], residual_BV, p_BV)
 
 
-def verify_greedy(best_BJ: Tensor, x_BK: Tensor) -> tuple[Tensor, Tensor]:
-    """``verify`` at temperature 0: the target's best tokens in, accepted counts and next tokens out."""
-    accepted_B = (best_BJ[:, :-1] == x_BK).long().cumprod(1).sum(1)
-    return accepted_B, best_BJ.gather(1, accepted_B[:, None]).squeeze(1)
+def verify_matching(
+    chosen_BJ: Tensor, x_BK: Tensor, lengths_B: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``verify`` for point masses where the target has chosen first: accepted counts and next tokens.
+
+    ``chosen_BJ`` holds the target's own token of every row of ``p``: its best one, or one drawn from that
+    row with the position's own uniform. A draft is accepted while it equals that token, so with probability
+    p of the draft as in ``verify``, and what is emitted is the target's choice in any case: the law is the
+    target's at every temperature, and the text of a seed does not depend on the drafts. ``lengths_B`` says
+    how many of the K drafts a row really has.
+    """
+    assert chosen_BJ.shape == (x_BK.shape[0], x_BK.shape[1] + 1), (chosen_BJ.shape, x_BK.shape)
+    match_BK = chosen_BJ[:, :-1] == x_BK
+    if lengths_B is not None:
+        match_BK &= torch.arange(x_BK.shape[1], device=x_BK.device) < lengths_B[:, None]
+    accepted_B = match_BK.long().cumprod(1).sum(1)
+    return accepted_B, chosen_BJ.gather(1, accepted_B[:, None]).squeeze(1)

@@ -27,6 +27,7 @@ from drafters.vocab import choose
 from eval import replay
 from eval.rollout import rollout
 from serve.engine import Engine, Request
+from serve.law import Sampling
 from tests import runs, tiny
 from tests.tiny import changed, difference, documents, packed
 from train.job import run_training
@@ -439,7 +440,7 @@ def test_replay_and_decoding_step_by_step_make_the_same_rounds(kind):
 def test_an_untrained_drafter_changes_no_answer(target, temperature):
     """Greedy drafts at a temperature are point masses; requests differ in their seeds."""
     prompts = [tiny.example(6 + at, 6 + at, at).ids for at in range(4)]
-    requests = [Request(p, 20, temperature, seed=at, name=str(at)) for at, p in enumerate(prompts)]
+    requests = [Request(p, 20, Sampling(temperature, seed=at), name=str(at)) for at, p in enumerate(prompts)]
     drafter = make(target)
     alone = [next(iter(Engine(target, drafter, 3, capacity=64).run([r]))).tokens for r in requests]
     together = {

@@ -16,6 +16,7 @@ import transformers
 from drafters.target import Target
 from drafters.types import Proposal, States
 from serve.engine import Engine, Request, Round, _uniforms
+from serve.law import Sampling
 from tests import tiny
 
 CASES = json.loads((Path(__file__).parent / "cases" / "s01_stop_cases.json").read_text())["cases"]
@@ -86,6 +87,7 @@ class Script:
 
     num_layers, device, dtype, attention_windows = 1, "cpu", torch.float32, {"full_attention": None}
     model = transformers.PreTrainedModel
+    vocab_size, tokenizer = 128, None
 
     def __init__(self, says: list[int], stop_ids: tuple[int, ...]) -> None:
         self.says, self.stop_ids = says, stop_ids
@@ -306,13 +308,13 @@ def test_rejected_rows_leave_no_trace_in_cache_and_drafter(target, asked, learne
     compared = refused = 0
     while engine.busy:
         engine.step()
-        for slot, answer in enumerate(engine.active):
+        for slot, answer in enumerate(engine.active[: engine.decoding]):
             ids = [*answer.request.prompt, *answer.tokens[:-1]]
             assert engine.cache.lengths[slot] == engine.state.lengths[slot] == len(ids)
             clean = Engine(target, drafter, capacity=64)
             tokens_1T = torch.tensor([ids])
-            _, states, _ = clean.forward(range(1), tokens_1T, head_rows=0)
-            clean.keep(range(1), states, tokens_1T, [len(ids)])
+            ran = clean.forward(range(1), tokens_1T)
+            clean.keep(range(1), ran.states, tokens_1T, [len(ids)])
             for layer, other in zip(engine.cache.layers, clean.cache.layers, strict=True):
                 near(layer.keys[slot, :, : len(ids)], other.keys[0, :, : len(ids)])
                 near(layer.values[slot, :, : len(ids)], other.values[0, :, : len(ids)])
@@ -476,7 +478,7 @@ def test_sampled_answers_have_the_targets_law(small, law, proposer, n):
     """Whole runs, so that roll-back is part of it. The threshold is the 99.9 % point of chi-square."""
     runs = 2500
     engine = Engine(small, proposer and proposer(small), n, slots=50, capacity=16)
-    requests = [Request(PROMPT, LENGTH, HEAT, seed, name=f"{seed}") for seed in range(runs)]
+    requests = [Request(PROMPT, LENGTH, Sampling(HEAT, seed=seed), name=f"{seed}") for seed in range(runs)]
     answers = list(engine.run(requests))
     found = Counter(tuple(answer.tokens) for answer in answers)
     assert set(found) <= set(law)
@@ -490,7 +492,7 @@ def test_sampled_answers_have_the_targets_law(small, law, proposer, n):
 def test_a_seed_gives_the_same_answer_alone_and_in_a_batch(target, learned):
     """Neighbours differ in length, temperature and seed; one of them is greedy."""
     requests = [
-        Request(tiny.example(num, num, seed=num).ids, 20, heat, seed, name=f"{num}")
+        Request(tiny.example(num, num, seed=num).ids, 20, Sampling(heat, seed=seed), name=f"{num}")
         for num, heat, seed in ((1, 3.0, 7), (23, 0.0, 7), (9, 2.0, 8), (14, 3.0, 7))
     ]
     for n in (0, 2, 4):
@@ -505,7 +507,7 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_batch(target, learned):
 
 def test_another_seed_gives_another_answer(target):
     engine = Engine(target, slots=4, capacity=64)
-    requests = [Request([9, 10, 11], 16, 3.0, seed, name=f"{seed}") for seed in range(4)]
+    requests = [Request([9, 10, 11], 16, Sampling(3.0, seed=seed), name=f"{seed}") for seed in range(4)]
     assert len({tuple(tokens) for tokens in tokens_of(engine, requests).values()}) == 4
 
 
@@ -537,8 +539,8 @@ def test_the_trained_block_is_the_default(target):
     ("prompt", "new", "words"),
     [
         (0, 4, "empty prompt"),
-        (20, 9, "20 prompt tokens.*9 new.*holds 32"),
-        (4, 0, "0 new.*one token or more"),
+        (20, 13, "20 prompt tokens.*13 new.*holds 32"),
+        (4, 0, "0 new.*a token or more"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused(target, prompt, new, words):
@@ -550,5 +552,5 @@ def test_a_request_that_cannot_be_served_is_refused(target, prompt, new, words):
 
 def test_a_request_may_fill_its_slot_to_the_last_token(target):
     prompt = tiny.example(20, 20, seed=1).ids
-    (answer,) = Engine(target, tiny.dflash(target), 4, capacity=32).run([Request(prompt, 8)])
-    assert answer.tokens == tiny.greedy(target, prompt, 8)
+    (answer,) = Engine(target, tiny.dflash(target), 4, capacity=32).run([Request(prompt, 12)])
+    assert answer.tokens == tiny.greedy(target, prompt, 12)

@@ -15,6 +15,7 @@ from drafters.vocab import choose
 from eval.replay import Counts, paths, score, walk
 from eval.sampled import acceptance, expected, log_law
 from serve.engine import Engine, Request
+from serve.law import Sampling
 from serve.verify import verify
 from tests import tiny
 from tests.test_verify import EDGE, V, make_law
@@ -192,7 +193,7 @@ def sampled(target, drafter=None, n=None, number=8, num=14):
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 11, (number, 6), generator=generator).tolist()
     engine = Engine(target, drafter, n, slots=2, capacity=40)
-    asked = [Request(prompt, num, HEAT, seed=i, name=str(i)) for i, prompt in enumerate(prompts)]
+    asked = [Request(prompt, num, Sampling(HEAT, seed=i), name=str(i)) for i, prompt in enumerate(prompts)]
     answers = sorted(engine.run(asked), key=lambda answer: int(answer.request.name))
     examples = []
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -18,6 +18,7 @@ from serve import answer as module
 from serve import tasks
 from serve.answer import ServeConfig, Timed, best_drafts, capacity_for, decode, drafts_for, round_seconds
 from serve.engine import Answer, Engine, Request
+from serve.law import Sampling
 from tests import tiny
 from tests.commands import CPU, command, refusal
 
@@ -175,7 +176,7 @@ def test_the_seconds_of_a_round_can_be_measured_for_every_number_of_drafts(targe
 
 
 def timed(ids: list[int], temperature: float = 0.0) -> Timed:
-    return Timed(Answer(Request([1], 9, temperature), ids), 2.0)
+    return Timed(Answer(Request([1], 9, Sampling(temperature)), ids), 2.0)
 
 
 def test_parted_ids_are_rounding_in_bfloat16_and_said_with_their_place_and_the_remedy():

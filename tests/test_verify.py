@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from serve import verify as module
-from serve.verify import verify, verify_greedy
+from serve.verify import verify, verify_matching
 
 V = 3
 EDGE = 1e-12  # how far a uniform stands from the ratio that decides
@@ -25,6 +25,7 @@ class Laws:
         self.q = {prefix: make_law(generator, kind) for prefix in prefixes}
         if kind == "same":
             self.q = self.p
+        self.floats = {prefix: law.tolist() for prefix, law in self.p.items()}  # of p, quick to read
 
     def of_target(self) -> dict[tuple, float]:
         """The law of the next ``num + 1`` tokens when the target decodes alone."""
@@ -34,7 +35,7 @@ class Laws:
         """The target's probability of ``seq[start:]`` after ``seq[:start]``."""
         out = 1.0
         for at in range(start, len(seq)):
-            out *= float(self.p[seq[:at]][seq[at]])
+            out *= self.floats[seq[:at]][seq[at]]
         return out
 
 
@@ -134,13 +135,13 @@ FIXED_FAULTS = {
 }
 
 
-def with_fault(pattern: str, put: str):
-    """``verify`` with one line of its source changed."""
-    source, changes = re.subn(pattern, put, inspect.getsource(verify))
-    assert changes == 1, f"{pattern} occurs {changes} times in verify: write the fault anew"
+def with_fault(pattern: str, put: str, rule=verify):
+    """The rule with one line of its source changed."""
+    source, changes = re.subn(pattern, put, inspect.getsource(rule))
+    assert changes == 1, f"{pattern} occurs {changes} times in {rule.__name__}: write the fault anew"
     names = dict(vars(module))
     exec(source, names)  # noqa: S102
-    return names["verify"]
+    return names[rule.__name__]
 
 
 @pytest.mark.parametrize("fault", SAMPLED_FAULTS)
@@ -168,17 +169,102 @@ def test_rows_of_a_batch_may_have_different_numbers_of_drafts():
         assert torch.equal(next_BV[row], laws.p[prefix])
 
 
-def test_greedy_verification_agrees_with_the_rule_at_temperature_0():
+def test_matching_agrees_with_the_rule_at_temperature_0():
     generator = torch.Generator().manual_seed(0)
     best_BJ = torch.randint(V, (200, 4), generator=generator)
     x_BK = torch.randint(V, (200, 3), generator=generator)
     u_BK = torch.rand(200, 3, generator=generator)
+    lengths_B = torch.randint(4, (200,), generator=generator)
     one_hot_BJV = torch.nn.functional.one_hot(best_BJ, V).float()
-    accepted_B, next_BV = verify(one_hot_BJV, None, x_BK, u_BK)
-    greedy_B, token_B = verify_greedy(best_BJ, x_BK)
-    assert set(greedy_B.tolist()) == {0, 1, 2, 3}
-    assert torch.equal(greedy_B, accepted_B)
-    assert torch.equal(torch.nn.functional.one_hot(token_B, V).float(), next_BV)
+    for lengths in (None, lengths_B):
+        accepted_B, next_BV = verify(one_hot_BJV, None, x_BK, u_BK, lengths)
+        matched_B, token_B = verify_matching(best_BJ, x_BK, lengths)
+        assert set(matched_B.tolist()) == {0, 1, 2, 3}
+        assert torch.equal(matched_B, accepted_B)
+        assert torch.equal(torch.nn.functional.one_hot(token_B, V).float(), next_BV)
+
+
+def law_of_matching(rule, laws: Laws, drafts: tuple) -> tuple[dict[tuple, float], list[float]]:
+    """The exact laws of ``num + 1`` tokens and of the accepted count, over all that the target may choose.
+
+    ``drafts`` may be shorter than ``num``: filled with tokens that must not matter, also where the target
+    happens to choose them.
+    """
+    num, seqs = laws.num, list(laws.of_target())  # every choice at every position
+    x = drafts + (0,) * (num - len(drafts))
+    rows = len(seqs)
+    chosen_BJ, x_BK = torch.tensor(seqs).view(rows, num + 1), torch.tensor([x] * rows).view(rows, num)
+    accepted_B, next_B = rule(chosen_BJ, x_BK, torch.full((rows,), len(drafts)))
+
+    out, counts = dict.fromkeys(seqs, 0.0), [0.0] * (num + 1)
+    for chosen, accepted, token in zip(seqs, accepted_B.tolist(), next_B.tolist(), strict=True):
+        mass = 1.0
+        for j, own in enumerate(chosen):  # drawn after the drafts, each with its position's own uniform
+            mass *= laws.floats[x[:j]][own]
+        counts[accepted] += mass
+        for rest in itertools.product(range(V), repeat=num - accepted):
+            seq = (*x[:accepted], token, *rest)
+            out[seq] += mass * laws.chain(seq, accepted + 1)
+    return out, counts
+
+
+def matching_error(rule, num: int, kind: str, seed: int) -> float:
+    """How far output and accepted count are from the target's law and from what ``verify`` accepts."""
+    laws = Laws(num, seed, kind)
+    want, worst = laws.of_target(), 0.0
+    for length in range(num + 1):
+        for drafts in itertools.product(range(V), repeat=length):
+            found, counts = law_of_matching(rule, laws, drafts)
+            survival = [laws.chain(drafts[:k], 0) for k in range(length + 1)] + [0.0] * (num + 1 - length)
+            worst = max(worst, *(abs(found[seq] - want[seq]) for seq in want))
+            worst = max(worst, *(abs(counts[k] - survival[k] + survival[k + 1]) for k in range(num + 1)))
+    return worst
+
+
+@pytest.mark.parametrize(("kind", "seed"), CASES[:4])
+@pytest.mark.parametrize("num", [0, 1, 2, 3])
+def test_matching_has_the_targets_law_and_accepts_as_the_rule_does(num, kind, seed):
+    """A point mass is accepted with p of its draft, so k drafts survive with the product of theirs."""
+    assert matching_error(verify_matching, num, kind, seed) < 1e-9
+
+
+MATCHING_FAULTS = {
+    "a flipped comparison": (r"\] == x_BK", "] != x_BK"),
+    "a count that is no prefix": (r"\.cumprod\(1\)", ""),
+    "drafts beyond a row's length": (r"match_BK &= .*", "pass"),
+    "drafts of a short row one too many": (r"< lengths_B", "<= lengths_B"),
+    "the token of the wrong row": (r"gather\(1, accepted_B", "gather(1, (accepted_B - 1).clamp(min=0)"),
+    "a bonus that is always the last": (
+        r"gather\(1, accepted_B\[",
+        "gather(1, (0 * accepted_B + x_BK.shape[1])[",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", MATCHING_FAULTS)
+def test_a_fault_in_matching_is_seen(fault):
+    rule = with_fault(*MATCHING_FAULTS[fault], rule=verify_matching)
+    assert any(matching_error(rule, num, kind, seed) > 1e-9 for kind, seed in CASES for num in (1, 2))
+
+
+def test_the_text_of_matching_does_not_depend_on_the_drafts():
+    """The same uniforms, one a position: whatever is drafted, the tokens are those of plain decoding."""
+    laws, generator = Laws(3, 0, "random"), torch.Generator().manual_seed(1)
+    accepted = set()
+    for uniforms in torch.rand(20, 4, generator=generator, dtype=torch.float64).tolist():
+
+        def choose(prefix, uniforms=uniforms):
+            return int((laws.p[prefix].cumsum(0) <= uniforms[len(prefix)]).sum())
+
+        plain: tuple = ()
+        while len(plain) < 4:
+            plain += (choose(plain),)
+        for x in itertools.product(range(V), repeat=3):
+            chosen_1J = torch.tensor([[choose(x[:j]) for j in range(4)]])
+            (num,), (token,) = (each.tolist() for each in verify_matching(chosen_1J, torch.tensor([x])))
+            accepted.add(num)
+            assert (*x[:num], token) == plain[: num + 1]
+    assert accepted == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("num", [0, 1])
