@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import nn
 
 from drafters.files import replace_file
 from drafters.target import Target, cache_directory
+from serve.engine import Engine, Proposer
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,54 @@ def spread(most: int) -> list[int]:
     return sorted({2**i for i in range(most.bit_length())} | {most}) if most else []
 
 
+# On an engine ------------------------------------------------------------------------------------
+
+
+def pieces(
+    target: Target, proposer: Proposer | None, slots: int, calls: int, context: int = 128
+) -> tuple[Callable[[int, int], float], Callable[[int, int], float]]:
+    """``step`` and ``draft`` for ``measure``: what an engine does in a round, ``context`` tokens in a slot.
+
+    Each step keeps one token, so there is room for so many ``calls``.
+    """
+    spare = 1 if proposer is None else 1 + proposer.max_drafts
+    engine = Engine(target, proposer, slots=slots, capacity=context + calls + spare)
+    prompt = torch.ones(slots, context, dtype=torch.long, device=target.device)
+    with torch.inference_mode():
+        for slot in range(slots):
+            row = prompt[slot : slot + 1]
+            ran = engine.forward(range(slot, slot + 1), row)
+            engine.keep(ran.rows, ran.states, row, [context])
+
+    @torch.inference_mode()
+    def step(rows: int, tokens: int) -> float:
+        start = perf_counter()
+        ran = engine.forward(range(rows), prompt[:rows, :1].expand(-1, tokens))
+        best_P = target.head(ran.last_PD).argmax(-1)
+        engine.keep(ran.rows, ran.states, ran.tokens_BJ, [1] * rows)
+        best_P.tolist()  # waits for the device
+        return perf_counter() - start
+
+    @torch.inference_mode()
+    def draft(rows: int, n: int) -> float:
+        start = perf_counter()
+        engine.propose(range(rows), prompt[:rows, 0], n).tokens_BK.tolist()
+        return perf_counter() - start
+
+    return step, draft
+
+
+def costs_for(target: Target, proposer: Proposer, slots: int) -> Costs:
+    """What rounds of up to ``slots`` requests cost with this proposer on this machine: kept, or measured."""
+    rows, ns, repeats = spread(slots), spread(proposer.max_drafts), 5
+
+    def measured() -> Costs:
+        calls = (repeats + 1) * len(rows) * (1 + len(ns))
+        return measure(*pieces(target, proposer, slots, calls), rows, ns, repeats)
+
+    return kept(key_of(target, proposer, slots), measured)
+
+
 # Kept between starts -----------------------------------------------------------------------------
 
 
@@ -166,11 +216,12 @@ def kept(key: Mapping[str, Any], measured: Callable[[], Costs]) -> Costs:
     return costs
 
 
-def key_of(target: Target, proposer: Any, slots: int) -> dict[str, Any]:
+def key_of(target: Target, proposer: Proposer, slots: int) -> dict[str, Any]:
     """What costs depend on: the machine, the target, the sizes of the proposer, how many rows there are."""
     sizes = proposer.state_dict() if isinstance(proposer, nn.Module) else {}
     shapes = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in sizes.items()]
     return {
+        "version": 1,  # of how costs are measured
         "machine": _machine(target.device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

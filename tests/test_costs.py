@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from drafters.dspark import DSparkConfig
 from drafters.method import build
 from serve import costs as module
-from serve.costs import Costs, Table, kept, key_of, measure, spread
+from serve.costs import Costs, Table, costs_for, kept, key_of, measure, spread
 from tests import tiny
 
 
@@ -155,3 +155,33 @@ def test_what_costs_depend_on_is_in_the_key(monkeypatch):
     monkeypatch.setattr(module, "_machine", lambda device: "another")
     others.append(key_of(target, drafter, 2))
     assert len({json.dumps(other) for other in [key, *others]}) == 7
+
+
+# On an engine -----------------------------------------------------------------------------------------
+
+
+def test_what_is_measured_is_what_an_engine_does(folder, monkeypatch):
+    """A clock that moves with the tokens that the target and the drafter work on."""
+    target = tiny.target(layers=3)
+    drafter = build(DSparkConfig(block_size=3, num_layers=1, num_states=2), target)
+    clock = {"now": 0.0}
+    states, propose = target.states, drafter.propose
+
+    def stepped(tokens, *args, **settings):
+        clock["now"] += 1 + 0.1 * tokens.numel()
+        return states(tokens, *args, **settings)
+
+    def drafted(state, rows, anchors_B, n):
+        clock["now"] += 0.5 + 0.01 * len(rows) * n
+        return propose(state, rows, anchors_B, n)
+
+    monkeypatch.setattr(target, "states", stepped)
+    monkeypatch.setattr(drafter, "propose", drafted)
+    monkeypatch.setattr(module, "perf_counter", lambda: clock["now"])
+    found = costs_for(target, drafter, 2)
+    assert found.step(1, 1) == pytest.approx(1.1)
+    assert found.step(2, 8) == pytest.approx(1.8)
+    assert found.draft(1, 3) == pytest.approx(0.53)
+    assert found.draft(2, 2) == pytest.approx(0.54)
+    monkeypatch.setattr(module, "pieces", never)
+    assert costs_for(target, drafter, 2) == found

@@ -12,10 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafters.dspark import DSparkConfig
+from drafters.method import build
 from drafters.types import Proposal
+from serve import engine as engine_module
 from serve.costs import Costs, Table
+from serve.engine import Engine, Request
+from serve.law import Sampling
 from serve.schedule import WINDOW, Schedule, Survival, admit, budget, conditional_from, spend
 from serve.verify import verify
+from tests import tiny
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 shares = st.floats(0, 1)
@@ -495,3 +501,104 @@ def test_the_summary_counts_plain_rounds_and_verified_drafts():
 def test_without_drafts_to_ask_for_decoding_is_plain():
     schedule = Schedule(costs(), 0)
     assert {played.n for played in play(schedule, ACCEPTANCE["good"], 5)} == {0}
+
+
+# On an engine -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.target(layers=3)
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    """Answers of plain decoding, one at a time, by temperature."""
+    return {temperature: answers(target, None, 1, temperature) for temperature in (0.0, 1.0)}
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    """Random, with confidences from one end to the other."""
+    torch.manual_seed(0)
+    made = build(DSparkConfig(block_size=4, num_layers=1, num_states=2, markov_rank=8), target)
+    with torch.no_grad():
+        made.confidence_head.proj.weight.mul_(100)
+    return made.eval()
+
+
+class Knowing:
+    """Drafts of a target's known answers: the next tokens, now and then a wrong one, sure of some."""
+
+    layer_ids, max_drafts, has_confidence = [0], 4, True
+
+    def __init__(self, paths: Sequence[Sequence[int]]) -> None:
+        self.paths = paths
+
+    def begin(self, slots: int, _capacity: int) -> "Knowing":
+        self.slots: list[list[int]] = [[] for _ in range(slots)]
+        return self
+
+    def drop(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.slots[slot] = []
+
+    def move(self, source: int, target: int) -> None:
+        self.slots[target], self.slots[source] = self.slots[source], []
+
+    def advance(self, _state, rows, _states, tokens_BJ, kept) -> None:
+        for row, tokens, num in zip(rows, tokens_BJ.tolist(), kept, strict=True):
+            self.slots[row] += tokens[:num]
+
+    def propose(self, _state, rows, anchors_B, n) -> Proposal:
+        drafts, sure = [], []
+        for row, anchor in zip(rows, anchors_B.tolist(), strict=True):
+            path = [*self.slots[row], anchor]
+            (known,) = {
+                tuple(p[len(path) : len(path) + n]) for p in self.paths if list(p[: len(path)]) == path
+            }
+            next_n = [*known, *[0] * n][:n]
+            draw = random.Random(str(path))
+            drafts.append([token if draw.random() < 0.8 else 9 for token in next_n])
+            sure.append([draw.random() for _ in range(n)])
+        return Proposal(torch.tensor(drafts), None, torch.tensor(sure))
+
+
+PROMPTS = [tiny.example(6 + at, 6 + at, seed=at).ids for at in range(5)]
+
+
+def answers(target, proposer, slots: int, temperature: float, ahead: bool = False, monkeypatch=None) -> list:
+    """Each request's answer; with a proposer, scheduled, on a clock of 1 second between two looks at it."""
+    schedule = None
+    if proposer is not None:
+        clock = itertools.count()
+        monkeypatch.setattr(engine_module, "perf_counter", lambda: float(next(clock)))
+        cheap = Costs(Table((1,), (1, 5), ((1.0, 1.3),)), Table((1,), (1,), ((1e-3,),)))
+        schedule = Schedule(cheap, proposer.max_drafts, ahead=ahead)
+    engine = Engine(target, proposer, slots=slots, capacity=64, chunk=4, schedule=schedule)
+    requests = [Request(ids, 16, Sampling(temperature, seed=at)) for at, ids in enumerate(PROMPTS)]
+    submitted = [engine.submit(request) for request in requests]
+    while engine.busy:
+        engine.step()
+    return submitted
+
+
+def test_plain_decoding_is_the_targets_own(target, plain):
+    assert [a.tokens for a in plain[0.0]] == [tiny.greedy(target, ids, 16) for ids in PROMPTS]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("kind", ["dspark", "knowing"])
+def test_answers_of_a_scheduled_engine_are_those_of_plain_decoding(
+    target, drafter, plain, kind, slots, temperature, ahead, monkeypatch
+):
+    plainly = plain[temperature]
+    proposer = drafter if kind == "dspark" else Knowing([a.request.prompt + a.tokens for a in plainly])
+    found = answers(target, proposer, slots, temperature, ahead, monkeypatch)
+    assert [(a.tokens, a.finish) for a in found] == [(a.tokens, a.finish) for a in plainly]
+    lengths = {one.drafted for answer in found for one in answer.rounds}
+    assert len(lengths) > 2  # rounds of several lengths, the first without drafts
+    if kind == "knowing":
+        assert sum(one.accepted for answer in found for one in answer.rounds) > 10
