@@ -185,7 +185,7 @@ def pieces(
 
 def costs_for(target: Target, proposer: Proposer, slots: int) -> Costs:
     """What rounds of up to ``slots`` requests cost with this proposer on this machine: kept, or measured."""
-    rows, ns, repeats = spread(slots), spread(proposer.max_drafts), 5
+    rows, ns, repeats = spread(slots), spread(proposer.max_drafts), 3
 
     def measured() -> Costs:
         calls = (repeats + 1) * len(rows) * (1 + len(ns))
