@@ -40,12 +40,21 @@ def serve(step: Callable[[], object], facts: dict | None = None) -> None:
         print(json.dumps({**times, "peak": peak_bytes()}), flush=True)
 
 
+def answer_jobs(answer: Callable[[dict], dict], facts: dict) -> None:
+    """Say ``facts``, then answer every line of input, a job, with what ``answer`` finds and its seconds."""
+    print(json.dumps(facts), flush=True)
+    for line in sys.stdin:
+        start = perf_counter()
+        found = answer(json.loads(line))
+        print(json.dumps({**found, "seconds": perf_counter() - start}), flush=True)
+
+
 class Worker:
-    """The other end of ``serve``: a module run by some interpreter, on the given number of cores."""
+    """The other end: a module, or a script, run by some interpreter on the given number of cores."""
 
     def __init__(self, python: str, module: str, arguments: Sequence[str], threads: int) -> None:
         self.process = subprocess.Popen(
-            [python, "-m", module, *arguments],
+            [python, *(["-P", module] if module.endswith(".py") else ["-m", module]), *arguments],
             cwd=ROOT,
             env=_pinned(threads),
             stdin=subprocess.PIPE,
@@ -57,8 +66,12 @@ class Worker:
 
     def step(self) -> dict[str, float]:
         """Times of one step, and the most memory so far."""
+        return self.ask("step")
+
+    def ask(self, job: object) -> dict:
+        """What it answers to one line of input."""
         assert self.process.stdin is not None
-        self.process.stdin.write("step\n")
+        self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         return self._read()
 
@@ -79,7 +92,8 @@ def _pinned(threads: int) -> dict[str, str]:
     more = {"OMP_NUM_THREADS": str(threads)}
     if (os.cpu_count() or 1) >= threads:
         more["GOMP_CPU_AFFINITY"] = " ".join(map(str, range(threads)))
-    return {**os.environ, **more}
+    found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**found, **more}  # without PYTHONPATH: a peer's script must not import our packages
 
 
 def torch_bytes(python: str) -> int:

@@ -211,6 +211,7 @@ class Engine:
         if not all(request.stop):
             raise ValueError(f"{name}: an empty stop string would end every answer; leave it out")
 
+    @torch.inference_mode()
     def abort(self, answer: Answer) -> None:
         """End an answer at any time; its slot is free at once. Nothing happens to one that is over."""
         if answer.finish is not None:
@@ -266,7 +267,6 @@ class Engine:
             if self.decoding == len(self.active):
                 if not self.waiting or len(self.active) == self.slots:
                     break
-                self.cache.lengths[len(self.active)] = 0
                 self.active.append(self.waiting.popleft())
             slot, answer = len(self.active) - 1, self.active[-1]
             prompt, row = answer.request.prompt, range(slot, slot + 1)
@@ -436,6 +436,7 @@ class Engine:
                     self.state.move(source, slot)
                 self.active[slot] = self.active[source]
                 slot = source
+        self.cache.lengths[slot] = 0
         self.active.pop()
 
     def _position(self, answer: Answer) -> int:

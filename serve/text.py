@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-UNSURE = 3  # characters at the end that bytes still to come may change: UTF-8 needs at most 3 more
+# Replacement characters at the end that bytes still to come may change: the at most 3 bytes of a character
+# that is not whole yet. Byte fallback decodes a run of byte tokens as one, so while that character is not
+# whole, the up to 4 bytes of the one before it are 4 replacement characters in place of one.
+UNSURE = 3 + 3
 
 
 class Text:
@@ -13,7 +16,8 @@ class Text:
 
     ``decode`` turns ids into text with replacement characters for bytes that are none (a tokenizer's
     ``decode``). What ``feed`` and ``close`` return, joined, is one decode of all ids, cut before the first
-    stop string. ``stopped`` says that a stop string is complete: nothing may follow.
+    stop string. ``stopped`` says that a stop string is complete: nothing may follow. Only where a decoder
+    takes back text for good (byte fallback, for the characters just before an invalid byte), it stays said.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
@@ -22,9 +26,7 @@ class Text:
         self.ids: list[int] = []
         self.stopped = False
         self.text = ""  # everything returned so far
-        self._context = self._settled = (
-            0  # ids before _settled are text; those from _context on are its context
-        )
+        self._context = self._settled = 0  # ids before _settled are text; from _context on, its context
         self._shown = 0  # characters after the settled ones that are text already
         self._held = ""  # text that may turn out to begin a stop string
 
@@ -38,7 +40,9 @@ class Text:
         if unsure:
             self._shown += len(new)
         else:
-            self._context, self._settled, self._shown = self._settled, len(self.ids), 0
+            if tail:  # a token without text is no context: what follows it would lose its leading space
+                self._context = self._settled
+            self._settled, self._shown = len(self.ids), 0
         return self._release(new, last=False)
 
     def close(self) -> str:

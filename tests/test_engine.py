@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,91 +13,13 @@ import torch
 import transformers
 
 from drafters.target import Target
-from drafters.types import Proposal, States
 from serve.engine import Engine, Request, Round, _uniforms
 from serve.law import Sampling
 from tests import tiny
+from tests.standins import Chance, Drafts, Script, oracle
 
 CASES = json.loads((Path(__file__).parent / "cases" / "s01_stop_cases.json").read_text())["cases"]
 LAYOUTS = pytest.mark.parametrize("anchor_predicts", [False, True])
-
-
-# Stand-ins: drafts by a function, a target that speaks a script ------------------------------------
-
-
-@dataclass
-class Paths:
-    """A serving state that only remembers the true tokens of each slot."""
-
-    tokens: list[list[int]]
-
-    def drop(self, slots: list[int]) -> None:
-        for slot in slots:
-            self.tokens[slot] = []
-
-    def move(self, source: int, target: int) -> None:
-        self.tokens[target], self.tokens[source] = self.tokens[source], []
-
-
-@dataclass
-class Drafts:
-    """``make(path, n)`` gives the drafts after a path, and the laws they were drawn from or ``None``."""
-
-    make: callable
-    max_drafts: int = 4
-    layer_ids: list[int] = field(default_factory=lambda: [0])
-
-    def begin(self, slots: int, _capacity: int) -> Paths:
-        return Paths([[] for _ in range(slots)])
-
-    def advance(self, state: Paths, rows: range, states: States, tokens_BJ, kept: list[int]) -> None:
-        for row, tokens, num in zip(rows, tokens_BJ.tolist(), kept, strict=True):
-            state.tokens[row] += tokens[:num]
-
-    def propose(self, state: Paths, rows: range, anchors_B, n: int) -> Proposal:
-        made = [
-            self.make([*state.tokens[row], anchor], n)
-            for row, anchor in zip(rows, anchors_B.tolist(), strict=True)
-        ]
-        tokens_BK = torch.tensor([tokens for tokens, _ in made])
-        laws = [law for _, law in made]
-        return Proposal(tokens_BK, None if laws[0] is None else torch.stack(laws))
-
-
-def oracle(of: Target, right: callable) -> Drafts:
-    """Drafts of which the first ``right(path)`` are the target's own and all others are wrong."""
-    known: dict[tuple, list[int]] = {}
-
-    def make(path: list[int], n: int):
-        if tuple(path) not in known:
-            ids = list(path)
-            for _ in range(n):
-                logits = of.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-                ids.append(int(logits.argmax()))
-            known[tuple(path)] = ids[len(path) :]
-        good = right(path)
-        return [t if k < good else (t + 1) % of.vocab_size for k, t in enumerate(known[tuple(path)])], None
-
-    return Drafts(make)
-
-
-class Script:
-    """A target whose greedy token at position t is ``says[t]``, whatever it reads."""
-
-    num_layers, device, dtype, attention_windows = 1, "cpu", torch.float32, {"full_attention": None}
-    model = transformers.PreTrainedModel
-    vocab_size, tokenizer = 128, None
-
-    def __init__(self, says: list[int], stop_ids: tuple[int, ...]) -> None:
-        self.says, self.stop_ids = says, stop_ids
-
-    def states(self, tokens_BT, _layer_ids, *, position_BT, **_) -> States:
-        says = torch.tensor([*self.says, *[0] * 100])
-        last_BTD = torch.nn.functional.one_hot(says[position_BT + 1], 128).float()
-        return States(last_BTD[:, :, None], last_BTD)
-
-    def head(self, last: torch.Tensor) -> torch.Tensor:
-        return last
 
 
 # Fixtures --------------------------------------------------------------------------------------------
@@ -174,6 +95,25 @@ def test_every_number_of_accepted_drafts_gives_the_same_tokens(target, asked, wa
     answers = answers_of(engine, asked)
     assert {name: answer.tokens for name, answer in answers.items()} == wanted
     assert {r.accepted for answer in answers.values() for r in answer.rounds} == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_verify_different_numbers_of_drafts_keep_their_tokens(target, asked, wanted, slots, seed):
+    """Rounds are ragged: some rows have no drafts, others all; a schedule hears of each."""
+    schedule, chance = Chance(4, seed), random.Random(seed)
+    drafts = oracle(target, lambda path: chance.randint(0, 4))
+    engine = Engine(target, drafts, slots=slots, capacity=64, chunk=7, schedule=schedule)
+    answers = answers_of(engine, asked)
+    assert {name: answer.tokens for name, answer in answers.items()} == wanted
+    assert (slots == 1) or any(len(set(drafted)) > 1 for drafted, _, _ in schedule.rounds)
+    heard = sorted(
+        pair for drafted, accepted, _ in schedule.rounds for pair in zip(drafted, accepted, strict=True)
+    )
+    kept = sorted((r.drafted, r.accepted) for answer in answers.values() for r in answer.rounds)
+    assert [drafted for drafted, _ in heard] == [drafted for drafted, _ in kept]
+    assert all(accepted <= drafted for drafted, accepted in heard)
+    assert {accepted for _, accepted in heard} >= {0, 1, 2}
 
 
 def test_plain_decoding_asks_the_drafter_for_nothing(target, asked, wanted):
@@ -374,8 +314,9 @@ def test_targets_with_sliding_windows_answer_as_they_do_alone(family):
     want = {r.name: tiny.greedy(of, r.prompt, r.max_new_tokens) for r in requests}
     assert max(len(set(tokens)) for tokens in want.values()) > 5
     for proposer in (tiny.dflash(of), oracle(of, lambda path: len(path) % 5)):
-        for slots in (1, 3):
-            assert tokens_of(Engine(of, proposer, slots=slots, capacity=64, chunk=7), requests) == want
+        for slots, schedule in ((1, None), (3, None), (3, Chance(4))):
+            engine = Engine(of, proposer, slots=slots, capacity=64, chunk=7, schedule=schedule)
+            assert tokens_of(engine, requests) == want
 
 
 @pytest.mark.parametrize(

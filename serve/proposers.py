@@ -1,0 +1,159 @@
+"""Who proposes: nobody, a table of n-grams, a suffix tree, a trained drafter, or one before the other.
+
+``proposer=suffix+dspark`` looks drafts up first. The trained drafter is asked when a row's are too few, and
+not at all in rounds in which every row has enough; it hears of every true token either way.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafters.method import Drafter, all_methods
+from drafters.types import Proposal, States
+from serve.engine import Proposer
+from serve.lookup import Lookup
+from serve.ngram import Ngram, NgramConfig
+from serve.suffix import Suffix, SuffixConfig
+
+
+@dataclass
+class ProposerConfig:
+    """``serve.*`` of the proposers."""
+
+    ngram: NgramConfig = field(default_factory=NgramConfig)
+    suffix: SuffixConfig = field(default_factory=SuffixConfig)
+    trust: int = 4  # drafts of a row, below which a combination takes the trained drafter's
+
+    def __post_init__(self) -> None:
+        if self.trust < 1:
+            raise ValueError(f"serve.trust={self.trust}: give at least 1 draft")
+
+
+def build(name: str | None, drafter: Drafter | None, config: ProposerConfig) -> Proposer | None:
+    """The proposer of a name; ``None`` decodes plainly. Without a name: the drafter, where there is one.
+
+    Errors: ``ValueError`` for a name that is not known, a method that is not the drafter's, or one without
+    a drafter.
+    """
+    if name is None:
+        return drafter
+    if name not in known_names():
+        raise ValueError(f"serve.proposer={name}: {_remedy(name)}")
+    lookups: dict[str, Lookup] = {"ngram": Ngram(config.ngram), "suffix": Suffix(config.suffix)}
+    if name == "none" or name in lookups:
+        return lookups.get(name)
+    first, _, method = name.rpartition("+")
+    second = _trained(name, method, drafter)
+    return Combined(lookups[first], second, config.trust) if first else second
+
+
+def known_names() -> list[str]:
+    """All that ``build`` knows, for the methods of this installation."""
+    cheap, methods = ["ngram", "suffix"], sorted(all_methods())
+    return ["none", *cheap, *methods, *(f"{one}+{other}" for one in cheap for other in methods)]
+
+
+def _remedy(name: str) -> str:
+    single = [known for known in known_names() if "+" not in known]
+    nearest = difflib.get_close_matches(name, known_names(), n=1)
+    close = f" Did you mean {nearest[0]}?" if nearest else ""
+    return f"write one of {', '.join(single)}, or ngram+ or suffix+ before a method.{close}"
+
+
+def _trained(name: str, method: str, drafter: Drafter | None) -> Drafter:
+    if drafter is None:
+        raise ValueError(
+            f"serve.proposer={name}: this needs a trained drafter; name its directory, drafter=DIR"
+        )
+    if drafter.config.name != method:
+        raise ValueError(
+            f"serve.proposer={name}: the drafter in drafter= is {drafter.config.name}; write "
+            f"{name.replace(method, drafter.config.name)}, or name a {method} directory"
+        )
+    return drafter
+
+
+# One before the other ---------------------------------------------------------------------------------
+
+
+@dataclass
+class CombinedState:
+    """The states of both."""
+
+    first: Any
+    second: Any
+
+    def drop(self, slots: list[int]) -> None:
+        """Forget what the slots hold."""
+        self.first.drop(slots)
+        self.second.drop(slots)
+
+    def move(self, source: int, target: int) -> None:
+        """Put one slot's request into another slot."""
+        self.first.move(source, target)
+        self.second.move(source, target)
+
+
+class Combined:
+    """Drafts of ``first`` for rows where it has enough of them, else of ``second``.
+
+    Enough are ``trust`` drafts, or all that were asked for. All drafts are point masses; they come with
+    confidences where both proposers have them.
+    """
+
+    def __init__(self, first: Lookup, second: Drafter, trust: int) -> None:
+        self.first, self.second, self.trust = first, second, trust
+        self.layer_ids = second.layer_ids
+        self.max_drafts = max(first.max_drafts, second.max_drafts)
+        self.has_confidence = first.has_confidence and second.has_confidence
+
+    def begin(self, slots: int, capacity: int) -> CombinedState:
+        """Empty states of both."""
+        return CombinedState(self.first.begin(slots, capacity), self.second.begin(slots, capacity))
+
+    def advance(
+        self, state: CombinedState, rows: range, states: States, tokens_BJ: Tensor, kept: list[int]
+    ) -> None:
+        """Both extend their slots, whosever the drafts were."""
+        self.first.advance(state.first, rows, states, tokens_BJ, kept)
+        self.second.advance(state.second, rows, states, tokens_BJ, kept)
+
+    def propose(self, state: CombinedState, rows: range, anchors_B: Tensor, n: int) -> Proposal:
+        """Up to ``n`` drafts a row; ``second`` gives what it was trained for at most."""
+        cheap = self.first.propose(state.first, rows, anchors_B, n)
+        wanted = min(self.trust, n, self.first.max_drafts)
+        enough = [num >= wanted for num in _lengths(cheap)]
+        if all(enough):
+            return cheap if self.has_confidence else Proposal(cheap.tokens_BK, lengths=cheap.lengths)
+        costly = self.second.propose(state.second, rows, anchors_B, min(n, self.second.max_drafts))
+        return chosen(enough, cheap, costly, self.has_confidence)
+
+
+def chosen(first: list[bool], one: Proposal, other: Proposal, with_confidence: bool) -> Proposal:
+    """Row by row, the drafts of ``one`` where ``first`` says so, else those of ``other``."""
+    pairs = zip(first, _lengths(one), _lengths(other), strict=True)
+    lengths = [mine if wanted else theirs for wanted, mine, theirs in pairs]
+    most = max(lengths)
+    first_B1 = torch.tensor(first, device=one.tokens_BK.device)[:, None]
+
+    def merge(one_BK: Tensor, other_BK: Tensor) -> Tensor:
+        one_BK, other_BK = (F.pad(each, (0, most))[:, :most] for each in (one_BK, other_BK))
+        return torch.where(first_B1, one_BK, other_BK)
+
+    confidence_BK = None
+    if with_confidence:
+        assert one.confidence_BK is not None, one
+        assert other.confidence_BK is not None, other
+        confidence_BK = merge(one.confidence_BK, other.confidence_BK)
+    return Proposal(merge(one.tokens_BK, other.tokens_BK), None, confidence_BK, lengths)
+
+
+def _lengths(proposal: Proposal) -> list[int]:
+    rows, most = proposal.tokens_BK.shape
+    return [most] * rows if proposal.lengths is None else proposal.lengths
