@@ -26,8 +26,8 @@ from serve.costs import Costs
 
 WINDOW = 60.0  # seconds over which losses against plain decoding are bounded: 3 % of them, never more
 WINDOW_ROUNDS = 200  # plain rounds that a window lasts where they take longer: a few must not decide
-DRAFTING_LIMIT = 0.025  # of a window is what drafting may lose in it
-PROBING_LIMIT = 0.027  # the same, for a look at whether drafting pays again
+DRAFTING_LIMIT = 0.022  # of a window is what drafting may lose in it
+PROBING_LIMIT = 0.025  # the same, for a look at whether drafting pays again
 PROBE = 0.1  # seconds that such a look takes, or one round
 SHARE = 0.02  # of the time may be spent on looks that gain nothing
 WAITS = (1.0, 32.0)  # seconds between looks: the first, doubled after each that finds nothing up to the last
