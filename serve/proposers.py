@@ -26,6 +26,7 @@ from serve.suffix import Suffix, SuffixConfig
 class ProposerConfig:
     """``serve.*`` of the proposers."""
 
+    n: int | None = None  # drafts a round of the trained drafter; None: what measured costs ask for
     ngram: NgramConfig = field(default_factory=NgramConfig)
     suffix: SuffixConfig = field(default_factory=SuffixConfig)
     trust: int = 4  # drafts of a row, below which a combination takes the trained drafter's
@@ -50,7 +51,12 @@ def build(name: str | None, drafter: Drafter | None, config: ProposerConfig) -> 
         return lookups.get(name)
     first, _, method = name.rpartition("+")
     second = _trained(name, method, drafter)
-    return Combined(lookups[first], second, config.trust) if first else second
+    return Combined(lookups[first], second, config.trust, config.n) if first else second
+
+
+def drafts_asked(proposer: Proposer | None, n: int | None) -> int | None:
+    """``num_drafts`` of an engine: ``n`` of a trained drafter alone; the others keep their own bounds."""
+    return n if isinstance(proposer, Drafter) else None
 
 
 def known_names() -> list[str]:
@@ -107,8 +113,9 @@ class Combined:
     confidences where both proposers have them.
     """
 
-    def __init__(self, first: Lookup, second: Drafter, trust: int) -> None:
+    def __init__(self, first: Lookup, second: Drafter, trust: int, n: int | None = None) -> None:
         self.first, self.second, self.trust = first, second, trust
+        self.n = second.max_drafts if n is None else min(n, second.max_drafts)
         self.layer_ids = second.layer_ids
         self.max_drafts = max(first.max_drafts, second.max_drafts)
         self.has_confidence = first.has_confidence and second.has_confidence
@@ -125,13 +132,13 @@ class Combined:
         self.second.advance(state.second, rows, states, tokens_BJ, kept)
 
     def propose(self, state: CombinedState, rows: range, anchors_B: Tensor, n: int) -> Proposal:
-        """Up to ``n`` drafts a row; ``second`` gives what it was trained for at most."""
+        """Up to ``n`` drafts a row; those of ``second`` are its own N at most."""
         cheap = self.first.propose(state.first, rows, anchors_B, n)
         wanted = min(self.trust, n, self.first.max_drafts)
         enough = [num >= wanted for num in _lengths(cheap)]
         if all(enough):
             return cheap if self.has_confidence else Proposal(cheap.tokens_BK, lengths=cheap.lengths)
-        costly = self.second.propose(state.second, rows, anchors_B, min(n, self.second.max_drafts))
+        costly = self.second.propose(state.second, rows, anchors_B, min(n, self.n))
         return chosen(enough, cheap, costly, self.has_confidence)
 
 
