@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-import torch
-
 from drafters.checkpoint import read_config
 from drafters.method import Drafter
 from drafters.target import Target
+from serve.costs import measure, pieces
 from serve.engine import Answer, Engine, Request
 from serve.law import Sampling
 
@@ -100,29 +98,20 @@ def best_drafts(seconds: Mapping[int, float], taus: Mapping[int, float]) -> int:
     return max((n for n in sorted(seconds) if n in taus), key=lambda n: taus[n] / seconds[n])
 
 
-@torch.inference_mode()
 def round_seconds(
     target: Target, drafter: Drafter, ns: Sequence[int], context: int = 128, repeats: int = 9
 ) -> dict[int, float]:
-    """Median seconds of a round for each n: draft n, run the target over them and the anchor, keep one.
+    """Median seconds of a round at batch 1 for each n: draft n, run the target over them and the anchor.
 
-    All n take turns, so that whatever slows the machine slows them alike.
+    Plain rounds (n = 0) are those of an engine without the drafter.
     """
-    rows, prompt = range(1), torch.full((1, context), 1, device=target.device)
-    anchor = prompt[0, :1]
-    engines: dict[int, Engine] = {}
-    seconds: dict[int, list[float]] = {n: [] for n in ns}
-    for n in ns:
-        engine = engines[n] = Engine(target, drafter, n, capacity=context + repeats + n + 2)
-        ran = engine.forward(rows, prompt)
-        engine.keep(rows, ran.states, prompt, [context])
-    for _ in range(repeats + 1):
-        for n, engine in engines.items():
-            start = perf_counter()
-            proposal = engine.propose(rows, anchor, engine.num_drafts)
-            tokens = torch.cat([anchor[:, None], proposal.tokens_BK], dim=1)
-            ran = engine.forward(rows, tokens)
-            target.head(ran.last_PD).argmax(-1).tolist()
-            engine.keep(rows, ran.states, tokens, [1])
-            seconds[n].append(perf_counter() - start)
-    return {n: statistics.median(times[1:]) for n, times in seconds.items()}
+    drafts = [n for n in ns if n] or [1]
+    calls = (repeats + 1) * len(drafts)
+    step, draft = pieces(target, drafter, 1, calls, context)
+    plain, _ = pieces(target, None, 1, calls, context)
+
+    def run(rows: int, tokens: int) -> float:
+        return (plain if tokens == 1 else step)(rows, tokens)
+
+    costs = measure(run, draft, [1], drafts, repeats)
+    return {n: costs.round(1, n) for n in ns}
