@@ -7,30 +7,49 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
+from data.chat import Renderer, template_of
+from drafters import checkpoint
 from drafters.checkpoint import read_config
 from drafters.method import Drafter
-from drafters.target import Target
+from drafters.target import Target, load
 from serve.costs import measure, pieces
 from serve.engine import Answer, Engine, Request
 from serve.law import Sampling
+from serve.proposers import ProposerConfig
+
+if TYPE_CHECKING:
+    from recipes.schema import Run
 
 
 @dataclass
-class ServeConfig:
+class ServeConfig(ProposerConfig):
     """``serve.*``"""
 
-    n: int | None = None  # drafts a round; None: what measured costs and the drafter's acceptance ask for
-    max_new_tokens: int = 256
+    schedule: bool = True  # over HTTP, where serve.n is not given: choose the number of drafts every round
+    max_new_tokens: int = 256  # of one prompt that is answered
     temperature: float = 0.0
     compare: bool = True  # also decode plainly, and compare ids and speed
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"serve.max_new_tokens={self.max_new_tokens}, serve.temperature={self.temperature}: "
                 "give at least 1 token, and a temperature of 0 (greedy) or more"
             )
+
+
+def loaded(run: Run) -> tuple[Target, Drafter | None, Renderer]:
+    """Target, drafter and what renders prompts; what can be refused early is, before the target is loaded."""
+    directory = None if run.drafter is None else Path(run.drafter)
+    hardware = run.hardware if directory is None else checkpoint.hardware_for(directory, run.hardware)
+    template = template_of(run.data.chat_template)
+    target = load(run.target, hardware)
+    drafter = None if directory is None else checkpoint.read(directory, target)
+    render = Renderer(target.tokenizer, template, target.stop_ids, dict(run.data.template_settings))
+    return target, drafter, render
 
 
 @dataclass(frozen=True)
@@ -63,11 +82,10 @@ def decode(engine: Engine, prompt: list[int], config: ServeConfig, on_token: Cal
     return Timed(answer, seconds)
 
 
-def capacity_for(target: Target, prompt: list[int], config: ServeConfig, num_drafts: int) -> int:
+def capacity_for(target: Target, prompt: list[int], config: ServeConfig) -> int:
     """Slots of a cache for this request. Errors: ``ValueError`` when the target's context is too short."""
-    need = len(prompt) + config.max_new_tokens + num_drafts
-    most = target.config.max_position_embeddings
-    if need - num_drafts > most:
+    need, most = len(prompt) + config.max_new_tokens, target.config.max_position_embeddings
+    if need > most:
         raise ValueError(
             f"{len(prompt)} prompt tokens and serve.max_new_tokens={config.max_new_tokens} exceed the "
             f"target's context of {most}; shorten the prompt or lower serve.max_new_tokens"
@@ -75,18 +93,23 @@ def capacity_for(target: Target, prompt: list[int], config: ServeConfig, num_dra
     return need
 
 
-def drafts_for(target: Target, drafter: Drafter, directory: Path, config: ServeConfig) -> int:
-    """``serve.n`` where it is given; else the fastest N by the tau that the drafter directory states."""
-    if config.n is not None:
-        return config.n
-    known = read_config(directory).get("foredraft", {}).get("tau_by_n")
+def drafts_for(target: Target, drafter: Drafter, directory: Path, n: int | None) -> int:
+    """``n`` where it is given; else the fastest N by the tau that the drafter directory states."""
+    if n is not None:
+        return n
+    known = known_taus(directory)
     return pick_drafts(target, drafter, known) if known else drafter.max_drafts
 
 
-def pick_drafts(target: Target, drafter: Drafter, tau_by_n: Mapping[str, float]) -> int:
+def known_taus(directory: Path) -> dict[int, float]:
+    """Tau by N as it was measured when the drafter was exported; empty where nobody did."""
+    found = read_config(directory).get("foredraft", {}).get("tau_by_n") or {}
+    return {int(n): tau for n, tau in found.items()}
+
+
+def pick_drafts(target: Target, drafter: Drafter, tau_by_n: Mapping[int, float]) -> int:
     """The N with the most tokens a second on this machine: measured costs over known acceptance."""
-    costs = round_seconds(target, drafter, [0, *(int(n) for n in tau_by_n)])
-    return best_drafts(costs, {int(n): tau for n, tau in tau_by_n.items()})
+    return best_drafts(round_seconds(target, drafter, [0, *tau_by_n]), tau_by_n)
 
 
 def best_drafts(seconds: Mapping[int, float], taus: Mapping[int, float]) -> int:

@@ -158,7 +158,10 @@ def pieces(
     """
     spare = 1 if proposer is None else 1 + proposer.max_drafts
     engine = Engine(target, proposer, slots=slots, capacity=context + calls + spare)
-    prompt = torch.ones(slots, context, dtype=torch.long, device=target.device)
+    # No token comes twice, as far as there are others: lookups find nothing, and a combination pays for its
+    # trained drafter.
+    fresh = torch.arange(context + calls, device=target.device) % target.vocab_size
+    prompt, later = fresh[:context].expand(slots, -1), iter(fresh[context:].tolist())
     with torch.inference_mode():
         for slot in range(slots):
             row = prompt[slot : slot + 1]
@@ -167,8 +170,9 @@ def pieces(
 
     @torch.inference_mode()
     def step(rows: int, tokens: int) -> float:
+        fed = torch.full((rows, tokens), next(later), device=target.device)
         start = perf_counter()
-        ran = engine.forward(range(rows), prompt[:rows, :1].expand(-1, tokens))
+        ran = engine.forward(range(rows), fed)
         best_P = target.head(ran.last_PD).argmax(-1)
         engine.keep(ran.rows, ran.states, ran.tokens_BJ, [1] * rows)
         best_P.tolist()  # waits for the device
@@ -177,7 +181,7 @@ def pieces(
     @torch.inference_mode()
     def draft(rows: int, n: int) -> float:
         start = perf_counter()
-        engine.propose(range(rows), prompt[:rows, 0], n).tokens_BK.tolist()
+        engine.propose(range(rows), prompt[:rows, -1], n).tokens_BK.tolist()
         return perf_counter() - start
 
     return step, draft

@@ -21,6 +21,8 @@ from serve.lookup import Lookup
 from serve.ngram import Ngram, NgramConfig
 from serve.suffix import Suffix, SuffixConfig
 
+UNTRAINED = ("none", "ngram", "suffix")  # names that need no drafter
+
 
 @dataclass
 class ProposerConfig:
@@ -45,7 +47,7 @@ def build(name: str | None, drafter: Drafter | None, config: ProposerConfig) -> 
     if name is None:
         return drafter
     if name not in known_names():
-        raise ValueError(f"serve.proposer={name}: {_remedy(name)}")
+        raise ValueError(f"proposer={name}: {_remedy(name)}")
     lookups: dict[str, Lookup] = {"ngram": Ngram(config.ngram), "suffix": Suffix(config.suffix)}
     if name == "none" or name in lookups:
         return lookups.get(name)
@@ -74,12 +76,10 @@ def _remedy(name: str) -> str:
 
 def _trained(name: str, method: str, drafter: Drafter | None) -> Drafter:
     if drafter is None:
-        raise ValueError(
-            f"serve.proposer={name}: this needs a trained drafter; name its directory, drafter=DIR"
-        )
+        raise ValueError(f"proposer={name}: this needs a trained drafter; name its directory, drafter=DIR")
     if drafter.config.name != method:
         raise ValueError(
-            f"serve.proposer={name}: the drafter in drafter= is {drafter.config.name}; write "
+            f"proposer={name}: the drafter in drafter= is {drafter.config.name}; write "
             f"{name.replace(method, drafter.config.name)}, or name a {method} directory"
         )
     return drafter
@@ -117,7 +117,7 @@ class Combined:
         self.first, self.second, self.trust = first, second, trust
         self.n = second.max_drafts if n is None else min(n, second.max_drafts)
         self.layer_ids = second.layer_ids
-        self.max_drafts = max(first.max_drafts, second.max_drafts)
+        self.max_drafts = max(first.max_drafts, self.n)
         self.has_confidence = first.has_confidence and second.has_confidence
 
     def begin(self, slots: int, capacity: int) -> CombinedState:
@@ -136,7 +136,7 @@ class Combined:
         cheap = self.first.propose(state.first, rows, anchors_B, n)
         wanted = min(self.trust, n, self.first.max_drafts)
         enough = [num >= wanted for num in _lengths(cheap)]
-        if all(enough):
+        if all(enough) or self.n == 0:
             return cheap if self.has_confidence else Proposal(cheap.tokens_BK, lengths=cheap.lengths)
         costly = self.second.propose(state.second, rows, anchors_B, min(n, self.n))
         return chosen(enough, cheap, costly, self.has_confidence)

@@ -264,13 +264,6 @@ def test_bad_values_are_refused_by_name(key, value):
         Sampling(**{key: value})
 
 
-def test_a_bias_on_a_token_that_the_target_has_not_is_refused():
-    Sampling(logit_bias={V - 1: 1.0}).check_vocab(V)
-    Sampling().check_vocab(V)
-    with pytest.raises(ValueError, match=f"logit_bias: token {V} is none of the target's {V} tokens"):
-        Sampling(logit_bias={0: 1.0, V: 1.0}).check_vocab(V)
-
-
 @pytest.mark.parametrize(
     ("sampling", "greedy", "history", "adjusts"),
     [
