@@ -20,6 +20,7 @@ from drafters.target import EMBEDDED, HardwareConfig
 from eval.evaluate import EvalConfig
 from serve.answer import ServeConfig
 from serve.bench import BenchConfig
+from serve.settings import HttpConfig
 from serve.vllm import VllmConfig
 from train.log import LogConfig
 from train.loop import TrainConfig
@@ -40,7 +41,7 @@ class Run:
     out: str | None = None  # a file or directory to write
     engine: str = "own"  # of python -m serve: own, or vllm
     proposer: str | None = None  # none, ngram, suffix or a method; None: the drafter, where there is one
-    port: int | None = None  # that a server listens on
+    port: int | None = None  # of python -m serve; None: 8000, unless there is a prompt to answer
     prompt: str | None = None
     prompt_file: str | None = None  # long prompts: commas and quotes mean something to Hydra
     seed: int = 0
@@ -55,6 +56,7 @@ class Run:
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
 

@@ -10,7 +10,7 @@ import json
 import platform
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from data.chat import Renderer, template_of
-from drafters import checkpoint
 from drafters.files import replace_file
-from drafters.target import Target, load
+from drafters.target import Target
+from serve.answer import drafts_for, loaded
 from serve.engine import Engine, Proposer, Request
 from serve.law import Sampling
 from serve.load import Cell, Measured, closed_loop
 from serve.prompts import Prompts, built_in, read_prompts
-from serve.proposers import ProposerConfig, build
+from serve.proposers import build, drafts_asked
 from serve.speeds import PLAIN, draw, summarise, table
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def measure(
     """Every cell with every proposer, ``repeats`` times, in a shuffled order.
 
     ``proposers`` make a new proposer each: what one measurement taught it, the next must not know. ``n`` are
-    the drafts of a round, at most a proposer's own most; ``None``: its most.
+    the drafts of a round of a trained drafter; ``None``: its most.
     """
     cells = [Cell(*each) for each in product(prompts, config.temperatures, config.concurrency)]
     jobs = [*product(cells, proposers)] * config.repeats
@@ -98,10 +97,8 @@ def _once(
     done: Callable[[], object],
 ) -> Measured:
     """One measurement, on an engine of its own that has run before."""
-    most = 0 if proposer is None else proposer.max_drafts
-    drafts = most if n is None else min(n, most)
     need = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    engine = Engine(target, proposer, drafts, slots=clients, capacity=need + drafts)
+    engine = Engine(target, proposer, drafts_asked(proposer, n), slots=clients, capacity=need)
     first = requests[0]
     closed_loop(engine, [Request(first.prompt[:8], min(2, first.max_new_tokens))] * clients, clients)
     return closed_loop(engine, requests, clients, done)
@@ -109,35 +106,30 @@ def _once(
 
 def bench(run: Run) -> None:
     """Measure, print the table, and leave ``bench.json`` and ``bench.png`` in ``out`` (default: bench)."""
-    config, directory = run.bench, Path(run.drafter) if run.drafter else None
+    config = run.bench
     prompts = built_in() if config.prompts is None else read_prompts(Path(config.prompts).expanduser())
     chosen = _chosen(prompts, config)  # refused before the target is loaded, as is a drafter that is none
-    hardware = run.hardware if directory is None else checkpoint.hardware_for(directory, run.hardware)
-    target = load(run.target, hardware)
-    drafter = None if directory is None else checkpoint.read(directory, target)
-    render = Renderer(
-        target.tokenizer,
-        template_of(run.data.chat_template),
-        target.stop_ids,
-        dict(run.data.template_settings),
-    )
+    target, drafter, render = loaded(run)
     ids = {kind: [render.prompt_ids(messages) for messages in some] for kind, some in chosen.items()}
     _check_context(target, ids, config.max_new_tokens)
     names = list(dict.fromkeys(config.proposers or [])) or all_there_are(
         None if drafter is None else drafter.config.name
     )
-    makers = {name: partial(build, name, drafter, ProposerConfig()) for name in names}
-    for make in makers.values():
-        make()  # a name that is none is refused before anything is measured
+    for name in names:
+        build(name, drafter, run.serve)  # a name that is none is refused before anything is measured
+    n = run.serve.n
+    if drafter is not None and run.drafter is not None:
+        n = drafts_for(target, drafter, Path(run.drafter), n)
+    makers = {name: partial(build, name, drafter, replace(run.serve, n=n)) for name in names}
     found: dict[tuple[Cell, str], Measured] = {}
-    for cell, name, measured in measure(target, makers, ids, config, n=run.serve.n, seed=run.seed):
+    for cell, name, measured in measure(target, makers, ids, config, n=n, seed=run.seed):
         whole = found.setdefault((cell, name), Measured())
         whole.heard += measured.heard
         whole.seconds += measured.seconds
     rows = summarise(found, names)
     print(table(rows))
     facts = {"target": run.target, "drafter": run.drafter, "seed": run.seed, "machine": machine(target)}
-    write({**facts, "settings": asdict(config), "rows": rows}, Path(run.out or "bench"))
+    write({**facts, "settings": asdict(config), "n": n, "rows": rows}, Path(run.out or "bench"))
 
 
 def all_there_are(method: str | None) -> list[str]:
