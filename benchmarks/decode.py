@@ -69,7 +69,7 @@ def measure(run: Run) -> None:
     render = renderer(run.data, target.tokenizer, target.stop_ids)
     settings = run.serve
     settings.max_new_tokens = min(settings.max_new_tokens, 64)
-    n = drafts_for(target, drafter, Path(run.drafter), settings)
+    n = drafts_for(target, drafter, Path(run.drafter), settings.n)
     engines = {"drafting": Engine(target, drafter, n), "plain": Engine(target)}
     rows = []
     for index, text in enumerate(PROMPTS):

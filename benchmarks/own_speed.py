@@ -17,15 +17,17 @@ from benchmarks.worker import answer_jobs
 from drafters import checkpoint
 from drafters.target import HardwareConfig, load
 from serve.engine import Engine, Request
-from serve.proposers import ProposerConfig, build
+from serve.proposers import ProposerConfig, build, drafts_asked
 
 
 def engine_of(asked: dict[str, Any]) -> Engine:
     """The engine of ``target``, ``dtype``, ``slots``, ``proposer``, ``drafter`` and ``n``."""
     target = load(asked["target"], HardwareConfig(dtype=asked["dtype"]))
     drafter = checkpoint.read(Path(asked["drafter"]), target) if asked["drafter"] else None
-    proposer = build(asked["proposer"], drafter, ProposerConfig(drafts=asked["n"]))
-    return Engine(target, proposer, slots=asked["slots"], capacity=asked["capacity"])
+    proposer = build(asked["proposer"], drafter, ProposerConfig(n=asked["n"]))
+    return Engine(
+        target, proposer, drafts_asked(proposer, asked["n"]), slots=asked["slots"], capacity=asked["capacity"]
+    )
 
 
 def ours(asked: dict[str, Any]):

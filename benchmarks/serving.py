@@ -1,8 +1,8 @@
-"""Tokens a second of the engine: plain beside vLLM, drafting beside plain decoding, lookups beside transformers.
+"""Tokens a second of the engine: plain beside vLLM, drafts beside plain, lookups beside transformers.
 
 ``python -m benchmarks.serving vllm=PYTHON drafter=DIR``. Each side is a process of its own; all take turns on
-the same jobs. A rate is the tokens between a short and a long run of the same prompts over the seconds between
-them, so that neither prefill nor start-up counts. ``parts=plain,drafts,lookup`` chooses.
+the same jobs. A rate is the tokens between a short and a long run of the same prompts over the seconds
+between them, so that neither prefill nor start-up counts. ``parts=plain,drafts,lookup`` chooses.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import random
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -137,7 +138,7 @@ def drafting(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
     """One request at a time, greedy, on bundled evaluation prompts; everything beside our plain decoding."""
     asked = [example.ids for example in prompts_of(target, chosen["prompts"])]
     drafter, n = chosen["drafter"], chosen["n"]
-    method = read_config(drafter)["speculators_model_type"]
+    method = read_config(Path(drafter))["speculators_model_type"]
     about = {"target": target.model.name_or_path, "dtype": "float32", "slots": 1}
     about |= {"capacity": max(map(len, asked)) + chosen["tokens"] + 16}
     own = {"drafter": drafter, "n": n, "lookup": 0}

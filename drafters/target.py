@@ -233,7 +233,7 @@ def load(name: str, config: HardwareConfig) -> Target:
     Errors: ``ValueError`` when the name is neither, files are missing or torn, or the family has no
     decoder layers we can hook.
     """
-    path = _locate(name, config)
+    path = locate(name, config)
     logging.disable_progress_bar()
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
@@ -263,7 +263,7 @@ def load(name: str, config: HardwareConfig) -> Target:
 
 def load_tokenizer(name: str, config: HardwareConfig) -> tuple[Any, tuple[int, ...]]:
     """The target's tokenizer and stop ids, without its weights."""
-    path = _locate(name, config)
+    path = locate(name, config)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     try:
         generation = GenerationConfig.from_pretrained(path)
@@ -272,7 +272,7 @@ def load_tokenizer(name: str, config: HardwareConfig) -> tuple[Any, tuple[int, .
     return tokenizer, _stop_ids(generation, tokenizer)
 
 
-def _locate(name: str, config: HardwareConfig) -> str | Path:
+def locate(name: str, config: HardwareConfig) -> str | Path:
     """Where the files of a target are. Errors: ``ValueError`` when there are none."""
     path = embedded_directory() if name == EMBEDDED else name
     try:

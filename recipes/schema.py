@@ -19,7 +19,9 @@ from drafters.method import MethodConfig, all_methods
 from drafters.target import EMBEDDED, HardwareConfig
 from eval.evaluate import EvalConfig
 from serve.answer import ServeConfig
+from serve.bench import BenchConfig
 from serve.settings import HttpConfig
+from serve.vllm import VllmConfig
 from train.log import LogConfig
 from train.loop import TrainConfig
 from train.optim import OptimConfig
@@ -37,9 +39,11 @@ class Run:
     format: str | None = None  # how train task=export lays a directory out: vllm, zlab, deepspec or sglang
     runs: list[str] | None = None  # names under runs/, or directories, to compare
     out: str | None = None  # a file or directory to write
+    engine: str = "own"  # of python -m serve: own, or vllm
+    proposer: str | None = None  # none, ngram, suffix or a method; None: the drafter, where there is one
+    port: int | None = None  # of python -m serve; None: 8000, unless there is a prompt to answer
     prompt: str | None = None
     prompt_file: str | None = None  # long prompts: commas and quotes mean something to Hydra
-    port: int | None = None  # of python -m serve; None: 8000, unless there is a prompt to answer
     seed: int = 0
 
     method: Any = MISSING
@@ -53,10 +57,14 @@ class Run:
     eval: EvalConfig = field(default_factory=EvalConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed}: give a number from 0 to {2**32 - 1}")
+        if self.engine not in ("own", "vllm"):
+            raise ValueError(f"engine={self.engine}: write own or vllm")
 
 
 def register() -> None:

@@ -3,36 +3,53 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
-import torch
-
+from data.chat import Renderer, template_of
+from drafters import checkpoint
 from drafters.checkpoint import read_config
 from drafters.method import Drafter
-from drafters.target import Target
+from drafters.target import Target, load
+from serve.costs import measure, pieces
 from serve.engine import Answer, Engine, Request
 from serve.law import Sampling
+from serve.proposers import ProposerConfig
+
+if TYPE_CHECKING:
+    from recipes.schema import Run
 
 
 @dataclass
-class ServeConfig:
+class ServeConfig(ProposerConfig):
     """``serve.*``"""
 
-    n: int | None = None  # drafts a round; None: what measured costs and the drafter's acceptance ask for
-    max_new_tokens: int = 256
+    schedule: bool = True  # over HTTP, where serve.n is not given: choose the number of drafts every round
+    max_new_tokens: int = 256  # of one prompt that is answered
     temperature: float = 0.0
     compare: bool = True  # also decode plainly, and compare ids and speed
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"serve.max_new_tokens={self.max_new_tokens}, serve.temperature={self.temperature}: "
                 "give at least 1 token, and a temperature of 0 (greedy) or more"
             )
+
+
+def loaded(run: Run) -> tuple[Target, Drafter | None, Renderer]:
+    """Target, drafter and what renders prompts; what can be refused early is, before the target is loaded."""
+    directory = None if run.drafter is None else Path(run.drafter)
+    hardware = run.hardware if directory is None else checkpoint.hardware_for(directory, run.hardware)
+    template = template_of(run.data.chat_template)
+    target = load(run.target, hardware)
+    drafter = None if directory is None else checkpoint.read(directory, target)
+    render = Renderer(target.tokenizer, template, target.stop_ids, dict(run.data.template_settings))
+    return target, drafter, render
 
 
 @dataclass(frozen=True)
@@ -65,11 +82,10 @@ def decode(engine: Engine, prompt: list[int], config: ServeConfig, on_token: Cal
     return Timed(answer, seconds)
 
 
-def capacity_for(target: Target, prompt: list[int], config: ServeConfig, num_drafts: int) -> int:
+def capacity_for(target: Target, prompt: list[int], config: ServeConfig) -> int:
     """Slots of a cache for this request. Errors: ``ValueError`` when the target's context is too short."""
-    need = len(prompt) + config.max_new_tokens + num_drafts
-    most = target.config.max_position_embeddings
-    if need - num_drafts > most:
+    need, most = len(prompt) + config.max_new_tokens, target.config.max_position_embeddings
+    if need > most:
         raise ValueError(
             f"{len(prompt)} prompt tokens and serve.max_new_tokens={config.max_new_tokens} exceed the "
             f"target's context of {most}; shorten the prompt or lower serve.max_new_tokens"
@@ -77,18 +93,23 @@ def capacity_for(target: Target, prompt: list[int], config: ServeConfig, num_dra
     return need
 
 
-def drafts_for(target: Target, drafter: Drafter, directory: Path, config: ServeConfig) -> int:
-    """``serve.n`` where it is given; else the fastest N by the tau that the drafter directory states."""
-    if config.n is not None:
-        return config.n
-    known = read_config(directory).get("foredraft", {}).get("tau_by_n")
+def drafts_for(target: Target, drafter: Drafter, directory: Path, n: int | None) -> int:
+    """``n`` where it is given; else the fastest N by the tau that the drafter directory states."""
+    if n is not None:
+        return n
+    known = known_taus(directory)
     return pick_drafts(target, drafter, known) if known else drafter.max_drafts
 
 
-def pick_drafts(target: Target, drafter: Drafter, tau_by_n: Mapping[str, float]) -> int:
+def known_taus(directory: Path) -> dict[int, float]:
+    """Tau by N as it was measured when the drafter was exported; empty where nobody did."""
+    found = read_config(directory).get("foredraft", {}).get("tau_by_n") or {}
+    return {int(n): tau for n, tau in found.items()}
+
+
+def pick_drafts(target: Target, drafter: Drafter, tau_by_n: Mapping[int, float]) -> int:
     """The N with the most tokens a second on this machine: measured costs over known acceptance."""
-    costs = round_seconds(target, drafter, [0, *(int(n) for n in tau_by_n)])
-    return best_drafts(costs, {int(n): tau for n, tau in tau_by_n.items()})
+    return best_drafts(round_seconds(target, drafter, [0, *tau_by_n]), tau_by_n)
 
 
 def best_drafts(seconds: Mapping[int, float], taus: Mapping[int, float]) -> int:
@@ -100,29 +121,20 @@ def best_drafts(seconds: Mapping[int, float], taus: Mapping[int, float]) -> int:
     return max((n for n in sorted(seconds) if n in taus), key=lambda n: taus[n] / seconds[n])
 
 
-@torch.inference_mode()
 def round_seconds(
     target: Target, drafter: Drafter, ns: Sequence[int], context: int = 128, repeats: int = 9
 ) -> dict[int, float]:
-    """Median seconds of a round for each n: draft n, run the target over them and the anchor, keep one.
+    """Median seconds of a round at batch 1 for each n: draft n, run the target over them and the anchor.
 
-    All n take turns, so that whatever slows the machine slows them alike.
+    Plain rounds (n = 0) are those of an engine without the drafter.
     """
-    rows, prompt = range(1), torch.full((1, context), 1, device=target.device)
-    anchor = prompt[0, :1]
-    engines: dict[int, Engine] = {}
-    seconds: dict[int, list[float]] = {n: [] for n in ns}
-    for n in ns:
-        engine = engines[n] = Engine(target, drafter, n, capacity=context + repeats + n + 2)
-        ran = engine.forward(rows, prompt)
-        engine.keep(rows, ran.states, prompt, [context])
-    for _ in range(repeats + 1):
-        for n, engine in engines.items():
-            start = perf_counter()
-            proposal = engine.propose(rows, anchor, engine.num_drafts)
-            tokens = torch.cat([anchor[:, None], proposal.tokens_BK], dim=1)
-            ran = engine.forward(rows, tokens)
-            target.head(ran.last_PD).argmax(-1).tolist()
-            engine.keep(rows, ran.states, tokens, [1])
-            seconds[n].append(perf_counter() - start)
-    return {n: statistics.median(times[1:]) for n, times in seconds.items()}
+    drafts = [n for n in ns if n] or [1]
+    calls = (repeats + 1) * len(drafts)
+    step, draft = pieces(target, drafter, 1, calls, context)
+    plain, _ = pieces(target, None, 1, calls, context)
+
+    def run(rows: int, tokens: int) -> float:
+        return (plain if tokens == 1 else step)(rows, tokens)
+
+    costs = measure(run, draft, [1], drafts, repeats)
+    return {n: costs.round(1, n) for n in ns}

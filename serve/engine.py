@@ -236,13 +236,14 @@ class Engine:
         ran = self.forward(range(num), tokens_BJ, [length + 1 for length in lengths])
         logits_PV = self.target.head(ran.last_PD)
         accepted, chosen = self._verify(proposal, lengths, ran.split(logits_PV))
-        self.keep(ran.rows, ran.states, ran.tokens_BJ, [count + 1 for count in accepted])
-        answers = self.active[:num]
+        answers, kept = self.active[:num], []
         for answer, drafted, stood, tokens, logits_JV in zip(
             answers, lengths, accepted, chosen, ran.split(logits_PV), strict=True
         ):
             emitted = self._emit(answer, tokens, logits_JV)
             answer.rounds.append(Round(drafted, min(stood, emitted), emitted))
+            kept.append(emitted)  # the anchor and all that is emitted but its last token, the next anchor
+        self.keep(ran.rows, ran.states, ran.tokens_BJ, kept)
         for row in reversed(range(num)):
             if answers[row].finish:
                 self._remove(row)

@@ -64,11 +64,6 @@ class Sampling:
             if not fine:
                 raise ValueError(f"{key}={getattr(self, key)!r}: give {remedy}")
 
-    def check_vocab(self, vocab_size: int) -> None:
-        """``ValueError`` for a biased token that a target with this vocabulary does not have."""
-        if (most := max(self.logit_bias, default=0)) >= vocab_size:
-            raise ValueError(f"logit_bias: token {most} is none of the target's {vocab_size} tokens")
-
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5  # below it, as vLLM, since float32 cannot divide by it

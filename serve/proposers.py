@@ -21,11 +21,14 @@ from serve.lookup import Lookup
 from serve.ngram import Ngram, NgramConfig
 from serve.suffix import Suffix, SuffixConfig
 
+UNTRAINED = ("none", "ngram", "suffix")  # names that need no drafter
+
 
 @dataclass
 class ProposerConfig:
     """``serve.*`` of the proposers."""
 
+    n: int | None = None  # drafts a round of the trained drafter; None: what measured costs ask for
     ngram: NgramConfig = field(default_factory=NgramConfig)
     suffix: SuffixConfig = field(default_factory=SuffixConfig)
     trust: int = 4  # drafts of a row, below which a combination takes the trained drafter's
@@ -44,13 +47,18 @@ def build(name: str | None, drafter: Drafter | None, config: ProposerConfig) -> 
     if name is None:
         return drafter
     if name not in known_names():
-        raise ValueError(f"serve.proposer={name}: {_remedy(name)}")
+        raise ValueError(f"proposer={name}: {_remedy(name)}")
     lookups: dict[str, Lookup] = {"ngram": Ngram(config.ngram), "suffix": Suffix(config.suffix)}
     if name == "none" or name in lookups:
         return lookups.get(name)
     first, _, method = name.rpartition("+")
     second = _trained(name, method, drafter)
-    return Combined(lookups[first], second, config.trust) if first else second
+    return Combined(lookups[first], second, config.trust, config.n) if first else second
+
+
+def drafts_asked(proposer: Proposer | None, n: int | None) -> int | None:
+    """``num_drafts`` of an engine: ``n`` of a trained drafter alone; the others keep their own bounds."""
+    return n if isinstance(proposer, Drafter) else None
 
 
 def known_names() -> list[str]:
@@ -68,12 +76,10 @@ def _remedy(name: str) -> str:
 
 def _trained(name: str, method: str, drafter: Drafter | None) -> Drafter:
     if drafter is None:
-        raise ValueError(
-            f"serve.proposer={name}: this needs a trained drafter; name its directory, drafter=DIR"
-        )
+        raise ValueError(f"proposer={name}: this needs a trained drafter; name its directory, drafter=DIR")
     if drafter.config.name != method:
         raise ValueError(
-            f"serve.proposer={name}: the drafter in drafter= is {drafter.config.name}; write "
+            f"proposer={name}: the drafter in drafter= is {drafter.config.name}; write "
             f"{name.replace(method, drafter.config.name)}, or name a {method} directory"
         )
     return drafter
@@ -107,10 +113,11 @@ class Combined:
     confidences where both proposers have them.
     """
 
-    def __init__(self, first: Lookup, second: Drafter, trust: int) -> None:
+    def __init__(self, first: Lookup, second: Drafter, trust: int, n: int | None = None) -> None:
         self.first, self.second, self.trust = first, second, trust
+        self.n = second.max_drafts if n is None else min(n, second.max_drafts)
         self.layer_ids = second.layer_ids
-        self.max_drafts = max(first.max_drafts, second.max_drafts)
+        self.max_drafts = max(first.max_drafts, self.n)
         self.has_confidence = first.has_confidence and second.has_confidence
 
     def begin(self, slots: int, capacity: int) -> CombinedState:
@@ -125,13 +132,13 @@ class Combined:
         self.second.advance(state.second, rows, states, tokens_BJ, kept)
 
     def propose(self, state: CombinedState, rows: range, anchors_B: Tensor, n: int) -> Proposal:
-        """Up to ``n`` drafts a row; ``second`` gives what it was trained for at most."""
+        """Up to ``n`` drafts a row; those of ``second`` are its own N at most."""
         cheap = self.first.propose(state.first, rows, anchors_B, n)
         wanted = min(self.trust, n, self.first.max_drafts)
         enough = [num >= wanted for num in _lengths(cheap)]
-        if all(enough):
+        if all(enough) or self.n == 0:
             return cheap if self.has_confidence else Proposal(cheap.tokens_BK, lengths=cheap.lengths)
-        costly = self.second.propose(state.second, rows, anchors_B, min(n, self.second.max_drafts))
+        costly = self.second.propose(state.second, rows, anchors_B, min(n, self.n))
         return chosen(enough, cheap, costly, self.has_confidence)
 
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from data.chat import Renderer, template_of
-from drafters import checkpoint
 from drafters.method import Drafter
-from drafters.target import Target, load
-from serve.answer import Timed, capacity_for, decode, drafts_for
-from serve.engine import Answer, Engine
+from drafters.target import Target
+from serve.answer import Timed, capacity_for, decode, drafts_for, known_taus, loaded
+from serve.costs import costs_for
+from serve.engine import Answer, Engine, Proposer
 from serve.http import create_app, listen, run_until_stopped
+from serve.proposers import UNTRAINED, build, drafts_asked
+from serve.schedule import Schedule
 
 if TYPE_CHECKING:
     from recipes.schema import Run
@@ -23,20 +24,20 @@ if TYPE_CHECKING:
 
 def answer(run: Run) -> None:
     """Answer ``prompt=``, ``prompt_file=`` or standard input, greedily unless a temperature is given."""
-    directory = drafter_directory(run)
+    check_asked(run)
     text = read_prompt(run.prompt, run.prompt_file)
-    target, drafter, render = loaded(run, directory)
+    target, drafter, render = loaded(run)
     prompt = render.prompt_ids([{"role": "user", "content": text}])
-    n = drafts_for(target, drafter, directory, run.serve)
-    capacity = capacity_for(target, prompt, run.serve, max(n, 1))
+    proposer, n = proposer_of(run, target, drafter)
+    capacity = capacity_for(target, prompt, run.serve)
 
-    engine, plainly = Engine(target, drafter, n, capacity=capacity), Engine(target, capacity=capacity)
+    engine, plainly = Engine(target, proposer, n, capacity=capacity), Engine(target, capacity=capacity)
     if run.serve.compare:  # neither is timed cold
         for each in (engine, plainly):
             decode(each, prompt, replace(run.serve, max_new_tokens=min(4, run.serve.max_new_tokens)))
     drafted = decode(engine, prompt, run.serve, _printer(target))
     print(
-        f"\n\n{len(drafted.answer.tokens)} tokens, N={n}, tau {drafted.answer.tau:.2f}, "
+        f"\n\n{len(drafted.answer.tokens)} tokens, N={engine.num_drafts}, tau {drafted.answer.tau:.2f}, "
         f"{drafted.tokens_per_second:.1f} tokens/s"
     )
     if run.serve.compare:
@@ -45,44 +46,63 @@ def answer(run: Run) -> None:
 
 def http(run: Run) -> None:
     """Serve OpenAI's API on ``http.host`` and ``port``, until told to stop."""
-    directory, config = drafter_directory(run), run.http
+    check_asked(run)
+    config = run.http
     if run.prompt is not None or run.prompt_file is not None:
         raise ValueError(
             "the server takes its prompts by HTTP; leave out prompt, prompt_file and port to ask once"
         )
     with listen(config.host, 8000 if run.port is None else run.port) as listener:
-        target, drafter, render = loaded(run, directory)
-        n = drafts_for(target, drafter, directory, run.serve)
+        target, drafter, render = loaded(run)
         context = min(config.context, target.config.max_position_embeddings)
+        proposer, n, schedule = scheduled(run, target, drafter)
 
         def build() -> Engine:
-            return Engine(target, drafter, n, slots=config.slots, capacity=context)
+            return Engine(target, proposer, n, slots=config.slots, capacity=context, schedule=schedule)
 
         name = config.model or run.target
         host, port = listener.getsockname()[:2]
+        how = "drafts by schedule" if schedule else f"N={build().num_drafts}"
         print(
             f"{name} on http://{f'[{host}]' if ':' in host else host}:{port}/v1: "
-            f"{config.slots} slots of {context} tokens, N={n}",
+            f"{config.slots} slots of {context} tokens, {how}",
             flush=True,
         )
         run_until_stopped(create_app(build, render, config, name), listener, config)
 
 
-def drafter_directory(run: Run) -> Path:
-    """``drafter=``. Errors: ``ValueError`` when there is none."""
-    if run.drafter is None:
-        raise ValueError("drafter: name a drafter directory, for example drafter=runs/demo/drafter")
-    return Path(run.drafter)
+def check_asked(run: Run) -> None:
+    """``ValueError`` when nothing was named that could draft, and nobody said that nothing should."""
+    if run.drafter is None and run.proposer is None:
+        raise ValueError(
+            "drafter: name a drafter directory, for example drafter=runs/demo/drafter; without one, "
+            "proposer=suffix or proposer=ngram drafts, and proposer=none decodes plainly"
+        )
 
 
-def loaded(run: Run, directory: Path) -> tuple[Target, Drafter, Renderer]:
-    """Target, drafter and what renders prompts; what can be refused early is, before the target is loaded."""
-    hardware = checkpoint.hardware_for(directory, run.hardware)
-    template = template_of(run.data.chat_template)
-    target = load(run.target, hardware)
-    drafter = checkpoint.read(directory, target)
-    render = Renderer(target.tokenizer, template, target.stop_ids, dict(run.data.template_settings))
-    return target, drafter, render
+def proposer_of(run: Run, target: Target, drafter: Drafter | None) -> tuple[Proposer | None, int | None]:
+    """What ``proposer=`` names, and how many drafts: of a trained drafter, the fastest for one request."""
+    build(run.proposer, drafter, run.serve)  # a name that is none is refused before anything is measured
+    n = run.serve.n
+    if drafter is not None and run.drafter is not None and run.proposer not in UNTRAINED:
+        n = drafts_for(target, drafter, Path(run.drafter), n)
+    proposer = build(run.proposer, drafter, replace(run.serve, n=n))
+    return proposer, drafts_asked(proposer, n)
+
+
+def scheduled(
+    run: Run, target: Target, drafter: Drafter | None
+) -> tuple[Proposer | None, int | None, Schedule | None]:
+    """For a server: a fixed N where ``serve.n`` says it, else a schedule over measured costs."""
+    if run.serve.n is not None or not run.serve.schedule:
+        return *proposer_of(run, target, drafter), None
+    proposer = build(run.proposer, drafter, run.serve)
+    if proposer is None:
+        return None, None, None
+    print("costs of a round at every load: looked up, or measured now", flush=True)
+    costs = costs_for(target, proposer, run.http.slots)
+    known = {} if proposer is not drafter or run.drafter is None else known_taus(Path(run.drafter))
+    return proposer, None, Schedule(costs, proposer.max_drafts, known)
 
 
 ROUNDING = 1e-3  # in logits: what the order of additions may change in fp32, with room

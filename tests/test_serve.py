@@ -144,14 +144,14 @@ def test_the_number_of_drafts_is_the_one_asked_for_then_the_fastest_then_the_tra
     target, directory, tmp_path, monkeypatch
 ):
     drafter = checkpoint.read(directory, target)
-    assert drafts_for(target, drafter, directory, ServeConfig()) == 4
+    assert drafts_for(target, drafter, directory, None) == 4
     noted = tmp_path / "noted"
     checkpoint.write(drafter, noted, {"tau_by_n": {"1": 1.5, "2": 1.9, "3": 2.0, "4": 2.1}})
     monkeypatch.setattr(module, "round_seconds", lambda target, drafter, ns: {n: 1.0 + 0.1 * n for n in ns})
-    assert drafts_for(target, drafter, noted, ServeConfig()) == 2
-    assert drafts_for(target, drafter, noted, ServeConfig(n=3)) == 3
+    assert drafts_for(target, drafter, noted, None) == 2
+    assert drafts_for(target, drafter, noted, 3) == 3
     monkeypatch.setattr(module, "round_seconds", lambda target, drafter, ns: {n: 1.0 + 0.9 * n for n in ns})
-    assert drafts_for(target, drafter, noted, ServeConfig()) == 0  # plain decoding is measured too
+    assert drafts_for(target, drafter, noted, None) == 0  # plain decoding is measured too
 
 
 @pytest.mark.parametrize(
@@ -264,6 +264,6 @@ def test_a_drafter_of_another_target_is_refused_naming_what_differs(asked, tmp_p
 
 
 def test_a_prompt_may_fill_the_targets_context_to_the_last_token(target):
-    assert capacity_for(target, [9] * 500, ServeConfig(max_new_tokens=12), 4) == 516
+    assert capacity_for(target, [9] * 500, ServeConfig(max_new_tokens=12)) == 512
     with pytest.raises(ValueError, match=r"501 prompt tokens.*serve\.max_new_tokens=12.*512"):
-        capacity_for(target, [9] * 501, ServeConfig(max_new_tokens=12), 4)
+        capacity_for(target, [9] * 501, ServeConfig(max_new_tokens=12))

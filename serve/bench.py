@@ -1,0 +1,182 @@
+"""``python -m serve task=bench drafter=DIR``: what each proposer is worth on this machine, load by load.
+
+All proposers get the same requests, with the same seeds: whatever drafts, the text is the same, and that is
+counted too. Measurements run in a shuffled order, so that whatever slows the machine slows them alike.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+
+from drafters.files import replace_file
+from drafters.target import Target
+from serve.answer import drafts_for, loaded
+from serve.engine import Engine, Proposer, Request
+from serve.law import Sampling
+from serve.load import Cell, Measured, closed_loop
+from serve.prompts import Prompts, built_in, read_prompts
+from serve.proposers import build, drafts_asked
+from serve.speeds import PLAIN, draw, summarise, table
+
+if TYPE_CHECKING:
+    from recipes.schema import Run
+
+
+@dataclass
+class BenchConfig:
+    """``bench.*``"""
+
+    prompts: str | None = None  # JSON Lines: prompt or messages, and a kind; None: those of serve/prompts.py
+    kinds: list[str] | None = None  # of prompts; None: all
+    concurrency: list[int] = field(default_factory=lambda: [1, 4])  # clients, each with a request at a time
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    proposers: list[str] | None = None  # none is plain decoding; None: all there are
+    requests: int = 8  # of a measurement, each with a prompt of its own
+    max_new_tokens: int = 64
+    repeats: int = 1  # of each measurement
+
+    def __post_init__(self) -> None:
+        for key in ("requests", "max_new_tokens", "repeats"):
+            if vars(self)[key] < 1:
+                raise ValueError(f"bench.{key}={vars(self)[key]}: give 1 or more")
+        if not self.concurrency or not all(1 <= c <= self.requests for c in self.concurrency):
+            raise ValueError(
+                f"bench.concurrency={self.concurrency}: give numbers from 1 to the {self.requests} of "
+                "bench.requests, as every client needs a request"
+            )
+        if not self.temperatures:
+            raise ValueError("bench.temperatures is empty; [0.0] is greedy decoding")
+        for temperature in self.temperatures:
+            Sampling(temperature)  # refuses what is none
+
+
+def measure(
+    target: Target,
+    proposers: Mapping[str, Callable[[], Proposer | None]],
+    prompts: Mapping[str, Sequence[list[int]]],
+    config: BenchConfig,
+    *,
+    n: int | None = None,
+    seed: int = 0,
+) -> Iterator[tuple[Cell, str, Measured]]:
+    """Every cell with every proposer, ``repeats`` times, in a shuffled order.
+
+    ``proposers`` make a new proposer each: what one measurement taught it, the next must not know. ``n`` are
+    the drafts of a round of a trained drafter; ``None``: its most.
+    """
+    cells = [Cell(*each) for each in product(prompts, config.temperatures, config.concurrency)]
+    jobs = [*product(cells, proposers)] * config.repeats
+    random.Random(seed).shuffle(jobs)
+    with tqdm(total=len(jobs) * config.requests, unit="answer", desc="bench", mininterval=1) as bar:
+        for cell, name in jobs:
+            bar.set_postfix_str(f"{cell.kind}, {cell.concurrency} clients, {name}")
+            requests = [
+                Request(prompt, config.max_new_tokens, Sampling(cell.temperature, seed=seed + i))
+                for i, prompt in enumerate(prompts[cell.kind][: config.requests])
+            ]
+            yield cell, name, _once(target, proposers[name](), n, requests, cell.concurrency, bar.update)
+
+
+def _once(
+    target: Target,
+    proposer: Proposer | None,
+    n: int | None,
+    requests: Sequence[Request],
+    clients: int,
+    done: Callable[[], object],
+) -> Measured:
+    """One measurement, on an engine of its own that has run before."""
+    need = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    engine = Engine(target, proposer, drafts_asked(proposer, n), slots=clients, capacity=need)
+    first = requests[0]
+    closed_loop(engine, [Request(first.prompt[:8], min(2, first.max_new_tokens))] * clients, clients)
+    return closed_loop(engine, requests, clients, done)
+
+
+def bench(run: Run) -> None:
+    """Measure, print the table, and leave ``bench.json`` and ``bench.png`` in ``out`` (default: bench)."""
+    config = run.bench
+    prompts = built_in() if config.prompts is None else read_prompts(Path(config.prompts).expanduser())
+    chosen = _chosen(prompts, config)  # refused before the target is loaded, as is a drafter that is none
+    target, drafter, render = loaded(run)
+    ids = {kind: [render.prompt_ids(messages) for messages in some] for kind, some in chosen.items()}
+    _check_context(target, ids, config.max_new_tokens)
+    names = list(dict.fromkeys(config.proposers or [])) or all_there_are(
+        None if drafter is None else drafter.config.name
+    )
+    for name in names:
+        build(name, drafter, run.serve)  # a name that is none is refused before anything is measured
+    n = run.serve.n
+    if drafter is not None and run.drafter is not None:
+        n = drafts_for(target, drafter, Path(run.drafter), n)
+    makers = {name: partial(build, name, drafter, replace(run.serve, n=n)) for name in names}
+    found: dict[tuple[Cell, str], Measured] = {}
+    for cell, name, measured in measure(target, makers, ids, config, n=n, seed=run.seed):
+        whole = found.setdefault((cell, name), Measured())
+        whole.heard += measured.heard
+        whole.seconds += measured.seconds
+    rows = summarise(found, names)
+    print(table(rows))
+    facts = {"target": run.target, "drafter": run.drafter, "seed": run.seed, "machine": machine(target)}
+    write({**facts, "settings": asdict(config), "n": n, "rows": rows}, Path(run.out or "bench"))
+
+
+def all_there_are(method: str | None) -> list[str]:
+    """Names of proposers to compare where none are asked for, with a drafter of that method or without."""
+    trained = [] if method is None else [method, f"suffix+{method}"]
+    return [PLAIN, "ngram", "suffix", *trained]
+
+
+def write(result: Mapping[str, Any], directory: Path) -> None:
+    """``bench.json`` and ``bench.png``, each renamed into place."""
+    directory.mkdir(parents=True, exist_ok=True)
+    replace_file(directory / "bench.json", json.dumps(result, indent=2).encode())
+    replace_file(directory / "bench.png", draw(result["rows"]))
+    print(f"\n{directory}/bench.json, {directory}/bench.png")
+
+
+def machine(target: Target) -> dict[str, Any]:
+    """What the figures depend on."""
+    on_gpu = target.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(target.device) if on_gpu else platform.processor() or "cpu",
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _chosen(prompts: Prompts, config: BenchConfig) -> Prompts:
+    """The kinds that were asked for, each with a prompt of its own for every request."""
+    unknown = sorted({*(config.kinds or [])} - {*prompts})
+    if unknown:
+        raise ValueError(f"bench.kinds={config.kinds}: {unknown} is none of {sorted(prompts)}")
+    chosen = {kind: some for kind, some in prompts.items() if not config.kinds or kind in config.kinds}
+    for kind, some in chosen.items():
+        if len(some) < config.requests:
+            raise ValueError(
+                f"bench.requests={config.requests}, but there are {len(some)} prompts of kind {kind}, and "
+                "one that comes twice flatters proposers that remember; give more, or lower bench.requests"
+            )
+    return {kind: some[: config.requests] for kind, some in chosen.items()}
+
+
+def _check_context(target: Target, ids: Mapping[str, Sequence[list[int]]], num: int) -> None:
+    most = target.config.max_position_embeddings
+    for kind, some in ids.items():
+        if (longest := max(map(len, some))) + num > most:
+            raise ValueError(
+                f"bench.max_new_tokens={num} and a prompt of {longest} tokens (kind {kind}) exceed the "
+                f"target's context of {most}; lower it, or leave the kind out with bench.kinds"
+            )

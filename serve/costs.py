@@ -1,0 +1,247 @@
+"""What a round costs on this machine: seconds of a target step and of drafting, measured once and kept.
+
+Both are tables over the number of rows and over tokens (drafts) a row, measured on the real pieces,
+made monotone, and read between their points by lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import statistics
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafters.files import replace_file
+from drafters.target import Target, cache_directory
+from serve.engine import Engine, Proposer
+
+
+@dataclass(frozen=True)
+class Table:
+    """Seconds at ``rows`` x ``columns``, both ascending, by lines between points.
+
+    They go on with the last slope beyond the last column, and in proportion to the rows beyond the last row.
+    More rows, or more a row, never cost less. Errors: ``ValueError`` for what is no such table.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        axes = all(axis and list(axis) == sorted({*axis}) for axis in (self.rows, self.columns))
+        shape = len(self.seconds) == len(self.rows) and {len(r) for r in self.seconds} == {len(self.columns)}
+        if not axes or not shape:
+            raise ValueError(f"no table: {self.rows} x {self.columns} for {self.seconds}")
+        falls = [pair for line in self._lines() for pair in pairwise(line) if pair[1] < pair[0]]
+        if falls or not all(0 < value < math.inf for row in self.seconds for value in row):
+            raise ValueError(f"seconds must be positive and must not fall with more work: {self.seconds}")
+
+    @classmethod
+    def fit(cls, found: Mapping[tuple[int, int], float]) -> Table:
+        """The monotone table nearest to measured seconds by (rows, column).
+
+        Each value is the mean of the largest at most as much work, and the smallest at least as much: an
+        upper and a lower monotone envelope, so that one high point does not make all later ones free.
+        """
+        rows, columns = (sorted(set(axis)) for axis in zip(*found, strict=True))
+
+        def envelope(r: int, c: int) -> float:
+            upper = max(s for (i, j), s in found.items() if i <= r and j <= c)
+            lower = min(s for (i, j), s in found.items() if i >= r and j >= c)
+            return (upper + lower) / 2
+
+        return cls(tuple(rows), tuple(columns), tuple(tuple(envelope(r, c) for c in columns) for r in rows))
+
+    def at(self, rows: float, column: float) -> float:
+        """Seconds; below the first point they are those of the first."""
+        most = self.rows[-1]
+        (r, up), (c, right) = _locate(self.rows, min(rows, most)), _locate(self.columns, column)
+        # Lines that go on beyond the last column may cross: fewer rows never cost more.
+        values = list(accumulate((_blend(line, c, right) for line in self.seconds[: r + 2]), max))
+        return _blend(values, r, up) * max(1.0, rows / most)
+
+    def _lines(self) -> list[Sequence[float]]:
+        return [*self.seconds, *zip(*self.seconds, strict=True)]
+
+
+def _locate(points: Sequence[int], x: float) -> tuple[int, float]:
+    """The segment to read ``x`` from and how far into it; above 1 beyond the last point."""
+    if len(points) == 1 or x <= points[0]:
+        return 0, 0.0
+    at = min(bisect_right(points, x), len(points) - 1) - 1
+    return at, (x - points[at]) / (points[at + 1] - points[at])
+
+
+def _blend(line: Sequence[float], at: int, weight: float) -> float:
+    return line[at] + weight * (line[at + 1] - line[at]) if weight else line[at]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a round's two parts: ``steps`` by tokens a row, ``drafting`` by drafts a row."""
+
+    steps: Table
+    drafting: Table
+
+    def step(self, rows: int, tokens: float) -> float:
+        """One pass of the target over ``tokens`` in all: the anchors of all rows, and drafts."""
+        return self.steps.at(rows, tokens / rows)
+
+    def draft(self, rows: int, n: int) -> float:
+        """Proposing ``n`` drafts for every row."""
+        return self.drafting.at(rows, n) if n else 0.0
+
+    def round(self, rows: int, n: int) -> float:
+        """Drafting ``n`` a row, and a step over all of them."""
+        return self.draft(rows, n) + self.step(rows, rows * (1 + n))
+
+    @classmethod
+    def read(cls, found: dict[str, Any]) -> Costs:
+        """The inverse of ``dataclasses.asdict``, by way of JSON. Errors: as of ``Table``, or its keys."""
+        return cls(*(_read_table(found[part]) for part in ("steps", "drafting")))
+
+
+def _read_table(found: dict[str, Any]) -> Table:
+    seconds = tuple(tuple(map(float, row)) for row in found["seconds"])
+    return Table(tuple(map(int, found["rows"])), tuple(map(int, found["columns"])), seconds)
+
+
+def measure(
+    step: Callable[[int, int], float],
+    draft: Callable[[int, int], float],
+    rows: Sequence[int],
+    ns: Sequence[int],
+    repeats: int = 5,
+) -> Costs:
+    """Costs from ``step(rows, tokens_a_row)`` and ``draft(rows, n)``, which do the work and return seconds.
+
+    Medians of ``repeats`` after one turn that warms up. All points take turns, so that whatever slows the
+    machine slows them alike. ``ns`` are numbers of drafts from 1; the plain step is measured besides.
+    """
+    steps: dict[tuple[int, int], list[float]] = {(r, 1 + n): [] for r in rows for n in (0, *ns)}
+    drafts: dict[tuple[int, int], list[float]] = {(r, n): [] for r in rows for n in ns}
+    for _ in range(repeats + 1):
+        for run, found in ((step, steps), (draft, drafts)):
+            for point, seconds in found.items():
+                seconds.append(run(*point))
+    medians = [{p: statistics.median(s[1:]) for p, s in found.items()} for found in (steps, drafts)]
+    return Costs(*map(Table.fit, medians))
+
+
+def spread(most: int) -> list[int]:
+    """1, 2, 4, ... and ``most``: points that suffice to measure costs up to it."""
+    return sorted({2**i for i in range(most.bit_length())} | {most}) if most else []
+
+
+# On an engine ------------------------------------------------------------------------------------
+
+
+def pieces(
+    target: Target, proposer: Proposer | None, slots: int, calls: int, context: int = 128
+) -> tuple[Callable[[int, int], float], Callable[[int, int], float]]:
+    """``step`` and ``draft`` for ``measure``: what an engine does in a round, ``context`` tokens in a slot.
+
+    Each step keeps one token, so there is room for so many ``calls``.
+    """
+    spare = 1 if proposer is None else 1 + proposer.max_drafts
+    engine = Engine(target, proposer, slots=slots, capacity=context + calls + spare)
+    # No token comes twice, as far as there are others: lookups find nothing, and a combination pays for its
+    # trained drafter.
+    fresh = torch.arange(context + calls, device=target.device) % target.vocab_size
+    prompt, later = fresh[:context].expand(slots, -1), iter(fresh[context:].tolist())
+    with torch.inference_mode():
+        for slot in range(slots):
+            row = prompt[slot : slot + 1]
+            ran = engine.forward(range(slot, slot + 1), row)
+            engine.keep(ran.rows, ran.states, row, [context])
+
+    @torch.inference_mode()
+    def step(rows: int, tokens: int) -> float:
+        fed = torch.full((rows, tokens), next(later), device=target.device)
+        start = perf_counter()
+        ran = engine.forward(range(rows), fed)
+        best_P = target.head(ran.last_PD).argmax(-1)
+        engine.keep(ran.rows, ran.states, ran.tokens_BJ, [1] * rows)
+        best_P.tolist()  # waits for the device
+        return perf_counter() - start
+
+    @torch.inference_mode()
+    def draft(rows: int, n: int) -> float:
+        start = perf_counter()
+        engine.propose(range(rows), prompt[:rows, -1], n).tokens_BK.tolist()
+        return perf_counter() - start
+
+    return step, draft
+
+
+def costs_for(target: Target, proposer: Proposer, slots: int) -> Costs:
+    """What rounds of up to ``slots`` requests cost with this proposer on this machine: kept, or measured."""
+    rows, ns, repeats = spread(slots), spread(proposer.max_drafts), 3
+
+    def measured() -> Costs:
+        calls = (repeats + 1) * len(rows) * (1 + len(ns))
+        return measure(*pieces(target, proposer, slots, calls), rows, ns, repeats)
+
+    return kept(key_of(target, proposer, slots), measured)
+
+
+# Kept between starts -----------------------------------------------------------------------------
+
+
+def kept(key: Mapping[str, Any], measured: Callable[[], Costs]) -> Costs:
+    """The costs of this key from the cache directory, else measured now and written there.
+
+    A file that is damaged, or that was written for another key, is measured again.
+    """
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    path = cache_directory() / "costs" / f"{name}.json"
+    try:
+        found = json.loads(path.read_bytes())
+        if found["key"] == key:
+            return Costs.read(found["costs"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        pass
+    costs = measured()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, (json.dumps({"key": key, "costs": asdict(costs)}, indent=2) + "\n").encode())
+    return costs
+
+
+def key_of(target: Target, proposer: Proposer, slots: int) -> dict[str, Any]:
+    """What costs depend on: the machine, the target, the sizes of the proposer, how many rows there are."""
+    sizes = proposer.state_dict() if isinstance(proposer, nn.Module) else {}
+    shapes = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in sizes.items()]
+    return {
+        "version": 1,  # of how costs are measured
+        "machine": _machine(target.device),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "dtype": str(target.dtype),
+        "target": target.signature,
+        "proposer": f"{type(proposer).__name__} {proposer.max_drafts}",
+        "shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16],
+        "slots": slots,
+    }
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

@@ -1,0 +1,330 @@
+"""How many drafts to ask for, and how many of them to verify: per round, for the whole batch.
+
+Three questions, one set of costs. ``admit``: of drafts with confidences, which prefixes are worth the
+target's time (DSpark, Algorithm 1). ``Schedule.drafts``: without looking at the drafts, the N with the most
+tokens a second at this load, from acceptance so far. ``Ledger``: drafting may lose only so much against
+plain decoding within a minute; beyond that it stops, whatever the other two believe.
+
+Lossless, because no decision about draft j looks at draft j. A drafter whose drafts are drawn from laws must
+compute the confidence of draft j from what stands before it: the past and drafts 1 to j-1. Drafts that are
+point masses (greedy ones, n-grams, suffixes) are functions of the past, and so is everything computed from
+them, their own confidence too: nothing random is conditioned on, and any choice among them is lossless.
+
+Time is the sum of the seconds heard: minutes of decoding, so that an idle server forgets nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+from drafters.types import Proposal
+from serve.costs import Costs
+
+WINDOW = 60.0  # seconds over which losses against plain decoding are bounded: 3 % of them, never more
+WINDOW_ROUNDS = 200  # plain rounds that a window lasts where they take longer: a few must not decide
+DRAFTING_LIMIT = 0.022  # of a window is what drafting may lose in it
+PROBING_LIMIT = 0.025  # the same, for a look at whether drafting pays again
+PROBE = 0.1  # seconds that such a look takes, or one round
+SHARE = 0.02  # of the time may be spent on looks that gain nothing
+WAITS = (1.0, 32.0)  # seconds between looks: the first, doubled after each that finds nothing up to the last
+PLAIN_EVERY = 2.0  # seconds between plain rounds while drafting: what drafting is compared with
+PLAIN_SHARE = 0.01  # of the time may be spent on them
+MEMORY = 100.0  # drafted rows that acceptance is estimated from, older ones fade
+PROBE_MEMORY = 8.0  # the same in a look: what has changed must be seen from a few
+MARGIN = 1.02  # how much faster another N must be to be changed to
+PRIOR = 0.8  # acceptance of a draft before anything is known: high, so that drafting is tried
+
+
+# Which drafts to verify --------------------------------------------------------------------------
+
+Slot = tuple[float, int, int]  # minus the survival, so that it sorts; j, from 1; row
+
+
+def admit(survival: Sequence[Sequence[float]], seconds: Callable[[int], float]) -> list[int]:
+    """The number of drafts of each row to verify: DSpark's Algorithm 1.
+
+    ``survival[r][j - 1]`` estimates that drafts 1 to j of row r are all accepted; it never grows with j.
+    ``seconds(tokens)`` is the time of a round that verifies so many, anchors included. Drafts are admitted by
+    survival, ties by smaller j, then by row, for as long as expected tokens a second grow. The first that
+    does not raise them ends it: a later one could be reached only by having looked at what this one is.
+    """
+    slots, rows = _ordered(survival), len(survival)
+    admitted, best = 0, 0.0
+    for taken, rate in enumerate(_rates(slots, rows, seconds)):
+        if rate <= best:
+            break
+        admitted, best = taken, rate
+    return _prefixes(slots[:admitted], rows)
+
+
+def budget(survival: Sequence[Sequence[float]], seconds: Callable[[int], float]) -> int:
+    """How many drafts in all have the most tokens a second, wherever that is.
+
+    Lossless only with survival of drafts that are not among those to be verified: of an earlier round.
+    """
+    rates = list(_rates(_ordered(survival), len(survival), seconds))
+    return max(range(len(rates)), key=rates.__getitem__)
+
+
+def spend(survival: Sequence[Sequence[float]], total: int) -> list[int]:
+    """The ``total`` drafts that are likeliest to survive, as a number of drafts for each row."""
+    return _prefixes(_ordered(survival)[:total], len(survival))
+
+
+def _ordered(survival: Sequence[Sequence[float]]) -> list[Slot]:
+    return sorted((-a, j, r) for r, row in enumerate(survival) for j, a in enumerate(row, 1) if a > 0)
+
+
+def _rates(slots: Sequence[Slot], rows: int, seconds: Callable[[int], float]) -> Iterator[float]:
+    """Expected tokens a second with none, one, two, ... of the slots verified."""
+    expected = accumulate((-minus for minus, _, _ in slots), initial=float(rows))
+    return (tokens / seconds(rows + taken) for taken, tokens in enumerate(expected))
+
+
+def _prefixes(slots: Sequence[Slot], rows: int) -> list[int]:
+    lengths = [0] * rows
+    for _, j, row in slots:
+        lengths[row] = j
+    return lengths
+
+
+# What is known of drafts before they are made ------------------------------------------------------
+
+
+class Survival:
+    """The share of rows whose first k drafts all passed, for every k: pooled, older rounds fade.
+
+    A position of which little is known is believed to be like the one before it, so that longer drafts are
+    tried again when shorter ones do well.
+    """
+
+    def __init__(self, conditional: Sequence[float], weight: float = 8.0) -> None:
+        self._weight = weight
+        self._tried = [weight] * len(conditional)
+        self._passed = [weight * share for share in conditional]
+
+    def hear(self, asked: int, passed: Sequence[int], memory: float) -> None:
+        """``passed[r]`` of the ``asked`` drafts of row r passed, and the next one did not."""
+        fade = (1 - 1 / memory) ** len(passed)
+        self._tried = [weight * fade for weight in self._tried]
+        self._passed = [weight * fade for weight in self._passed]
+        for number in passed:
+            for k in range(min(number + 1, asked)):
+                self._tried[k] += 1
+                self._passed[k] += k < number
+
+    def upto(self) -> list[float]:
+        """Survival at 1, 2, ..."""
+        before, shares = 0.0, []
+        for k, (tried, passed) in enumerate(zip(self._tried, self._passed, strict=True)):
+            weight = self._weight if k else 0.0
+            before = (passed + weight * before) / (tried + weight)
+            shares.append(before)
+        return list(accumulate(shares, mul))
+
+
+def conditional_from(tau_by_n: Mapping[int, float], most: int) -> list[float]:
+    """Acceptance of drafts 1 to ``most`` given those before, from tau by N; the last known one goes on."""
+    taus = {0: 1.0, **tau_by_n}
+    shares: list[float] = []
+    survived = 1.0
+    for k in range(1, most + 1):
+        if k in taus and k - 1 in taus and survived > 0:
+            gain = min(max(taus[k] - taus[k - 1], 0.0), survived)
+            shares.append(gain / survived)
+            survived = gain
+        else:
+            shares.append(shares[-1] if shares else PRIOR)
+            survived *= shares[-1]
+    return shares
+
+
+class Pace:
+    """Measured seconds over those of the cost table, in the mean of the last rounds.
+
+    A hiccup of the machine counts as four times what was expected, at most.
+    """
+
+    def __init__(self) -> None:
+        self.ratio, self.rounds = 1.0, 0
+
+    def hear(self, measured: float, table: float) -> float:
+        """The measured seconds, without what is a hiccup."""
+        ratio = min(max(measured / table, self.ratio / 4), self.ratio * 4)
+        self.rounds += 1
+        self.ratio += (ratio - self.ratio) / min(self.rounds, 8)
+        return ratio * table
+
+
+class Ledger:
+    """Seconds lost against plain decoding; gains are losses below 0."""
+
+    def __init__(self) -> None:
+        self.now = self._lost = 0.0
+        self._lows = deque(
+            [(0.0, 0.0)]
+        )  # (time, lost in all), both ascending: where a worst stretch may begin
+
+    def add(self, seconds: float, lost: float, window: float) -> None:
+        """A round, and how much longer it took than plain decoding takes for its tokens."""
+        self.now += seconds
+        self._lost += lost
+        while self._lows and self._lows[-1][1] >= self._lost:
+            self._lows.pop()
+        self._lows.append((self.now, self._lost))
+        while self._lows[0][0] < self.now - window:
+            self._lows.popleft()
+
+    @property
+    def worst(self) -> float:
+        """The most that was lost in any stretch of the last window that ends now."""
+        return self._lost - self._lows[0][1]
+
+
+# The schedule ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Summary:
+    """For a log or a metrics page: the N of now, and since the start, plain rounds and drafts verified."""
+
+    drafts: int
+    plain_share: float  # of all rounds, those that asked for no drafts
+    verified: float  # drafts verified for a row, in the mean of rounds that asked for some
+
+
+class Schedule:
+    """Asked by an engine each round: ``drafts``, then ``prefixes``, then ``heard``.
+
+    ``most`` is the largest N to ask for; ``tau_by_n`` what a drafter directory states of acceptance.
+    With ``ahead`` the number of drafts to verify comes from the confidences of two rounds ago, searched over
+    all of a jagged cost table, and those of now only say which (DSpark in production).
+    """
+
+    def __init__(
+        self, costs: Costs, most: int, tau_by_n: Mapping[int, float] | None = None, *, ahead: bool = False
+    ) -> None:
+        self.costs, self.most, self.ahead = costs, most, ahead
+        self.n = most
+        self._accepted = Survival(conditional_from(tau_by_n or {}, most))
+        self._given = Survival([1.0] * most)
+        self._plain, self._drafting = Pace(), Pace()
+        self._ledger = Ledger()
+        self._asked = 0
+        self._plain_due, self._probe_due, self._wait = 0.0, WAITS[0], WAITS[0]
+        self._probe: list[float] | None = None  # seconds spent and lost on the look that is under way
+        self._earlier: deque[list[list[float]]] = deque(maxlen=2)
+        self._rounds = self._plain_rounds = self._rows = self._verified = 0
+
+    # What the engine asks ----------------------------------------------------------------------
+
+    def drafts(self, rows: int) -> int:
+        """N to ask the proposer for; 0: none this round."""
+        rates = self._tokens_a_second(rows)
+        self._choose(rates)
+        now = self._ledger.now
+        if self.n and self._affordable(rows, self.n, DRAFTING_LIMIT):
+            self._probe, self._wait, self._probe_due = None, WAITS[0], now + WAITS[0]
+            self._asked = 0 if now >= self._plain_due else self.n
+            return self._asked
+        likeliest = max(range(1, self.most + 1), key=rates.__getitem__, default=0)
+        if (
+            self._probe is None
+            and now >= self._probe_due
+            and self._affordable(rows, likeliest, PROBING_LIMIT)
+        ):
+            self._probe = [0.0, 0.0]
+        self._asked = 0 if self._probe is None else likeliest
+        return self._asked
+
+    def prefixes(self, proposal: Proposal, rows: int) -> list[int]:
+        """How many drafts of each row to verify."""
+        lengths = proposal.lengths or [proposal.tokens_BK.shape[1]] * rows
+        if proposal.confidence_BK is None:
+            return lengths
+        confidence = proposal.confidence_BK.double().clamp(0, 1).tolist()
+        survival = [list(accumulate(row[:n], mul)) for row, n in zip(confidence, lengths, strict=True)]
+        drafting = self.costs.draft(rows, self._asked)
+
+        def seconds(tokens: int) -> float:
+            return drafting + self.costs.step(rows, tokens)
+
+        if not self.ahead:
+            return admit(survival, seconds)
+        earlier = self._earlier[0] if self._earlier else []
+        self._earlier.append(survival)
+        if len(earlier) != rows:  # other requests: nothing is known of these from before
+            return admit(survival, seconds)
+        return spend(survival, budget(earlier, seconds))
+
+    def heard(self, drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
+        """What became of the round: drafts verified and accepted for each row, and its seconds."""
+        rows = len(drafted)
+        self._rounds += 1
+        if not self._asked:
+            self._plain_rounds += 1
+            self._ledger.add(self._plain.hear(seconds, self.costs.step(rows, rows)), 0.0, self._window(rows))
+            self._plain_due = self._ledger.now + max(PLAIN_EVERY, seconds / PLAIN_SHARE)
+            return
+        self._rows += rows
+        self._verified += sum(drafted)
+        table = self.costs.draft(rows, self._asked) + self.costs.step(rows, rows + sum(drafted))
+        seconds = self._drafting.hear(seconds, table)
+        lost = seconds - (rows + sum(accepted)) * self._plain_seconds(rows) / rows
+        self._ledger.add(seconds, lost, self._window(rows))
+        memory = MEMORY if self._probe is None else PROBE_MEMORY
+        self._accepted.hear(self._asked, accepted, memory)
+        self._given.hear(self._asked, drafted, memory)
+        if self._probe is not None:
+            self._looked(seconds, lost)
+
+    @property
+    def summary(self) -> Summary:
+        return Summary(self.n, self._plain_rounds / max(1, self._rounds), self._verified / max(1, self._rows))
+
+    # Small steps -------------------------------------------------------------------------------
+
+    def _looked(self, seconds: float, lost: float) -> None:
+        """End a look that has had its time: look on while it gains, else later, and later each time."""
+        assert self._probe is not None
+        spent, lost = self._probe = [self._probe[0] + seconds, self._probe[1] + lost]
+        if spent >= PROBE:
+            self._probe, self._probe_due = None, self._ledger.now
+            if lost >= 0:
+                self._probe_due += max(self._wait, spent / SHARE)
+                self._wait = min(2 * self._wait, WAITS[1])
+
+    def _choose(self, rates: Sequence[float]) -> None:
+        """Stay at N, unless another is faster by a margin, or plain decoding is faster at all."""
+        best = max(range(len(rates)), key=rates.__getitem__)
+        if rates[best] > MARGIN * rates[self.n] or rates[self.n] < rates[0]:
+            self.n = best
+
+    def _tokens_a_second(self, rows: int) -> list[float]:
+        """To expect at this load, by N."""
+        rates = [rows / self._plain_seconds(rows)]
+        tokens = zip(accumulate(self._accepted.upto()), accumulate(self._given.upto()), strict=True)
+        for n, (accepted, given) in enumerate(tokens, 1):
+            step = self.costs.step(rows, rows * (1 + given))
+            seconds = self._drafting_pace * (self.costs.draft(rows, n) + step)
+            rates.append(rows * (1 + accepted) / seconds)
+        return rates
+
+    def _affordable(self, rows: int, n: int, limit: float) -> bool:
+        """Whether a round in which nothing is accepted keeps losses within the limit, or is the first."""
+        risk = self._drafting_pace * self.costs.round(rows, n) - self._plain_seconds(rows)
+        return self._ledger.worst <= 0 or self._ledger.worst + risk <= limit * self._window(rows)
+
+    def _window(self, rows: int) -> float:
+        return max(WINDOW, WINDOW_ROUNDS * self._plain_seconds(rows))
+
+    def _plain_seconds(self, rows: int) -> float:
+        return self._plain.ratio * self.costs.step(rows, rows)
+
+    @property
+    def _drafting_pace(self) -> float:
+        return (self._drafting if self._drafting.rounds else self._plain).ratio
