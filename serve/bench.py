@@ -119,7 +119,7 @@ def bench(run: Run) -> None:
         build(name, drafter, run.serve)  # a name that is none is refused before anything is measured
     n = run.serve.n
     if drafter is not None and run.drafter is not None:
-        n = drafts_for(target, drafter, Path(run.drafter), n)
+        n = n if n is not None else max(1, drafts_for(target, drafter, Path(run.drafter), None))
     makers = {name: partial(build, name, drafter, replace(run.serve, n=n)) for name in names}
     found: dict[tuple[Cell, str], Measured] = {}
     for cell, name, measured in measure(target, makers, ids, config, n=n, seed=run.seed):

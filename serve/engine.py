@@ -342,7 +342,7 @@ class Engine:
         if proposal.laws_BKV is not None:
             return self._verify_drawn(proposal, lengths, logits)
         if all(a.request.sampling.greedy and not a.request.sampling.adjusts for a in answers):
-            best_P = torch.cat(logits).argmax(-1) if len(logits) > 1 else logits[0].argmax(-1)
+            best_P = _best(torch.cat(logits) if len(logits) > 1 else logits[0])
             own = [best_J.tolist() for best_J in best_P.split([len(each) for each in logits])]
         else:
             own = [self._choose(a, logits_JV, drafts[:length]) for a, logits_JV, drafts, length in rows]
@@ -390,7 +390,7 @@ class Engine:
         asked = answer.request.sampling
         logits_JV = self._adjusted(answer, logits_JV, drafts)
         if asked.greedy:
-            return logits_JV.argmax(-1).tolist()
+            return _best(logits_JV).tolist()
         return _draw(law(logits_JV, asked), asked.seed, self._position(answer) + 1)
 
     def _adjusted(self, answer: Answer, logits_JV: Tensor, drafts: list[int]) -> Tensor:
@@ -449,6 +449,16 @@ class Engine:
 
     def _tensor(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.target.device)
+
+
+def _best(logits_PV: Tensor) -> Tensor:
+    """The likeliest token of each row. Errors: ``ValueError`` where a logit is not a number."""
+    most_P, best_P = logits_PV.max(-1)
+    if bool(most_P.isnan().any()):
+        raise ValueError(
+            "the target's logits are not numbers; try hardware.dtype=float32, and check its weights"
+        )
+    return best_P
 
 
 def _draw(laws_JV: Tensor, seed: int, position: int) -> list[int]:

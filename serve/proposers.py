@@ -28,10 +28,10 @@ UNTRAINED = ("none", "ngram", "suffix")  # names that need no drafter
 class ProposerConfig:
     """``serve.*`` of the proposers."""
 
-    n: int | None = None  # drafts a round of the trained drafter; None: what measured costs ask for
     ngram: NgramConfig = field(default_factory=NgramConfig)
     suffix: SuffixConfig = field(default_factory=SuffixConfig)
     trust: int = 4  # drafts of a row, below which a combination takes the trained drafter's
+    n: int | None = None  # drafts a round of the trained drafter; None: what measured costs ask for
 
     def __post_init__(self) -> None:
         if self.trust < 1:

@@ -116,13 +116,20 @@ def test_measurements_are_shuffled_and_repeated_with_a_new_proposer_each(target)
     assert set(Counter(first).values()) == {2}
 
 
-@pytest.mark.parametrize(("n", "most"), [(None, 4), (2, 2), (0, 0), (99, 4)])
-def test_n_is_at_most_what_the_proposer_can(target, n, most):
+@pytest.mark.parametrize(("n", "most"), [(None, 4), (2, 2), (0, 0)])
+def test_n_is_the_number_of_drafts_of_a_round(target, n, most):
     drafter = tiny.loud(target, "dflash")
     assert drafter.max_drafts == 4
     config = BenchConfig(concurrency=[1], requests=1, max_new_tokens=20)
     ((_, _, measured),) = measure(target, {"dflash": lambda: drafter}, {"a": prompts(1)}, config, n=n)
     assert max(r.drafted for one in measured.heard for r in one.answer.rounds) == most
+
+
+def test_more_drafts_than_the_drafter_was_trained_for_are_refused(target):
+    makers = {"dflash": lambda: tiny.loud(target, "dflash")}
+    config = BenchConfig(concurrency=[1], requests=1)
+    with pytest.raises(ValueError, match="n=99: .* at most 4 drafts"):
+        list(measure(target, makers, {"a": prompts(1)}, config, n=99))
 
 
 # What is counted --------------------------------------------------------------------------------------

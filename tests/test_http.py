@@ -1090,13 +1090,19 @@ def models(monkeypatch) -> list[tuple[str, int]]:
 
 @pytest.mark.usefixtures("no_input")
 @pytest.mark.parametrize(
-    ("arguments", "context"), [(["port=0"], 512), (["task=http", "port=0", "http.context=99"], 99)]
+    ("arguments", "context", "drafts"),
+    [
+        (["port=0"], 512, "drafts by schedule"),
+        (["task=http", "port=0", "http.context=99", "serve.n=3"], 99, "N=3"),
+        (["port=0", "serve.schedule=false"], 512, "N=4"),
+        (["port=0", "proposer=none"], 512, "N=0"),
+    ],
 )
-def test_the_command_serves_the_api(asked, arguments, context, models, capsys):
+def test_the_command_serves_the_api(asked, arguments, context, drafts, models, capsys):
     assert command("serve", *asked, *arguments, "http.model=mine") == 0
     out = capsys.readouterr().out
     assert "mine on http://127.0.0.1:" in out
-    assert f"8 slots of {context} tokens, N=4" in out
+    assert f"8 slots of {context} tokens, {drafts}\n" in out
     assert models == [("mine", context)]
 
 

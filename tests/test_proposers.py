@@ -87,7 +87,7 @@ def test_every_name_builds_what_it_says(target):
     [
         (
             "sufix",
-            ["serve.proposer=sufix", "Did you mean suffix?", *[n for n in known_names() if "+" not in n]],
+            ["proposer=sufix", "Did you mean suffix?", *[n for n in known_names() if "+" not in n]],
         ),
         ("suffix+dspak", ["Did you mean suffix+dspark?"]),
         ("dspark+suffix", ["ngram+ or suffix+ before a method"]),
@@ -95,19 +95,19 @@ def test_every_name_builds_what_it_says(target):
         ("+dflash", ["write one of"]),
         ("none+dflash", ["write one of"]),
         ("", ["write one of"]),
-        ("dspark", ["serve.proposer=dspark", "is dflash", "write dflash"]),
+        ("dspark", ["proposer=dspark", "is dflash", "write dflash"]),
         ("suffix+dspark", ["is dflash", "write suffix+dflash"]),
     ],
 )
 def test_a_name_that_cannot_be_is_refused_with_one_that_can(target, name, words):
-    with pytest.raises(ValueError, match="serve.proposer=") as error:
+    with pytest.raises(ValueError, match="proposer=") as error:
         build(name, tiny.dflash(target), CONFIG)
     assert [word for word in words if word not in str(error.value)] == []
 
 
 @pytest.mark.parametrize("name", ["dflash", "ngram+dflash"])
 def test_a_method_without_a_drafter_is_refused(name):
-    with pytest.raises(ValueError, match=rf"serve.proposer={name.replace('+', '.')}.*drafter=DIR"):
+    with pytest.raises(ValueError, match=rf"proposer={name.replace('+', '.')}.*drafter=DIR"):
         build(name, None, CONFIG)
 
 
