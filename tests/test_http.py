@@ -628,6 +628,14 @@ def test_bodies_that_are_no_json_object_are_refused(served, body):
     assert error_of(response, 400)["message"]
 
 
+def test_no_nan_hides_in_the_parts_that_only_templates_read(served):
+    body = json.dumps({"messages": HELLO, "tools": [{**WEATHER, "x": float("nan")}]}).encode()
+    response = httpx.post(
+        served.url + "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
+    )
+    assert error_of(response, 400)["code"] == "invalid_json"
+
+
 def test_a_body_that_is_not_called_json_is_refused_with_the_remedy(served):
     response = httpx.post(served.url + "/v1/completions", content=b'{"prompt": "a"}')
     assert "Content-Type: application/json" in error_of(response, 400)["message"]
