@@ -113,7 +113,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         taken = socket.socket(family, kind, protocol)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # also while an earlier server's port lingers
         taken.bind(address)
     except OSError as error:
         raise ValueError(f"http.host={host}, port={port}: {error}; give another port or host") from error
@@ -187,17 +189,18 @@ class Service:
             out.append(ids)
         return out
 
-    def max_new_tokens(self, prompt: list[int], limit: int | None) -> int:
+    def max_new_tokens(self, asked: Asked, prompt: list[int]) -> int:
         """The limit that was asked for, or what the context leaves. Errors: ``Refusal`` if too little."""
-        left = self.context - len(prompt)
+        limit, left, param = asked.limit, self.context - len(prompt), asked.prompt_param
         if not prompt:
-            raise Refusal(400, "the prompt is empty: give a token or more", param="prompt")
+            raise Refusal(400, f"{param}: the prompt is empty; give a token or more", param=param)
         if left < (limit or 1):
             most = f"max_tokens up to {left}, or " if left > 0 else ""
             raise Refusal(
                 400,
-                f"the prompt has {len(prompt)} tokens and the answer is to have {limit or 'at least 1'}, but "
-                f"this server holds {self.context} tokens a request: give {most}a shorter prompt",
+                f"{param}: the prompt has {len(prompt)} tokens and the answer is to have {limit or 1}, but "
+                f"this server holds {self.context} tokens a request; give {most}a shorter prompt",
+                param=param,
                 code="context_length_exceeded",
             )
         return limit or min(left, self.config.max_tokens)
@@ -210,7 +213,7 @@ class Service:
         requests = [
             request
             for prompt in prompts
-            for request in asked.requests(prompt, self.max_new_tokens(prompt, asked.limit), self.vocab_size)
+            for request in asked.requests(prompt, self.max_new_tokens(asked, prompt), self.vocab_size)
         ]
         form = form_of(self.model, self.tokenizer.decode, asked.num_logprobs is not None)
         call = self.worker.submit(requests)
@@ -324,7 +327,7 @@ class Guard:
     def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         self.app, self.most = app, config.max_body_bytes
         key = config.api_key or os.environ.get("FOREDRAFT_API_KEY")
-        self.key = None if key is None else f"Bearer {key}".encode()
+        self.key = f"Bearer {key}".encode() if key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -337,7 +340,7 @@ class Guard:
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Refusal | None:
         given = headers.get(b"authorization", b"")
-        if path.startswith("/v1") and self.key is not None and not hmac.compare_digest(given, self.key):
+        if path.startswith("/v1") and self.key and not hmac.compare_digest(given, self.key):
             return Refusal(
                 401,
                 "give the API key: Authorization: Bearer KEY",

@@ -67,14 +67,14 @@ class Metrics:
         )
         self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.")
 
-    def count_round(self, round: Round) -> None:
-        """A round that was verified; one without drafts is not counted, as in vLLM."""
-        if not round.drafted:
+    def count_round(self, verified: Round) -> None:
+        """A round; one without drafts is not counted, as in vLLM."""
+        if not verified.drafted:
             return
         self.drafts.inc()
-        self.draft_tokens.inc(round.drafted)
-        self.accepted.inc(round.accepted)
-        for counter in self.accepted_at[: round.accepted]:
+        self.draft_tokens.inc(verified.drafted)
+        self.accepted.inc(verified.accepted)
+        for counter in self.accepted_at[: verified.accepted]:
             counter.inc()
 
     def count_finish(self, reason: str) -> None:

@@ -11,10 +11,11 @@ import difflib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import from_json
 
 from serve.engine import Request
 from serve.law import Sampling
@@ -40,9 +41,7 @@ class Refusal(HTTPException):
     @property
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status_code, "invalid_request_error")
-        return {
-            "error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code},
-        }
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
 
 T = TypeVar("T")
@@ -84,8 +83,8 @@ class ToolCall(Body):
         arguments = self.function.arguments
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments) if arguments.strip() else {}
-            except (ValueError, RecursionError) as error:
+                arguments = from_json(arguments, allow_inf_nan=False) if arguments.strip() else {}
+            except ValueError as error:
                 raise Refusal(
                     400,
                     f"messages: the arguments of a call of {self.function.name} are not JSON",
@@ -104,9 +103,8 @@ class Message(Body):
     reasoning_content: str | None = None
     tool_calls: List[ToolCall] | None = None
     tool_call_id: str | None = None
-    refusal: str | None = (
-        None  # this and the rest: what clients send back of an answer, and no template reads
-    )
+    # What clients send back of an answer, and no template reads
+    refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
@@ -165,6 +163,8 @@ class Asked(Body):
     ``temperature`` is 1 where none is given, as with OpenAI. Without a ``seed`` each request draws its own;
     choice i of ``n`` has the seed of the first plus i.
     """
+
+    prompt_param: ClassVar[str]  # where the prompt stands
 
     model: str | None = None
     stream: bool | None = None
@@ -245,6 +245,8 @@ class Asked(Body):
 class ChatRequest(Asked):
     """``POST /v1/chat/completions``. Tools are shown to the model; calls in its answer stay text."""
 
+    prompt_param = "messages"
+
     messages: List[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -286,13 +288,13 @@ class ChatRequest(Asked):
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
         """Tool definitions for the template."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        return self.tools
+        return None if self.tool_choice == "none" else self.tools or None
 
 
 class CompletionRequest(Asked):
     """``POST /v1/completions``. A text gets the tokenizer's own start token, ids are taken as they are."""
+
+    prompt_param = "prompt"
 
     prompt: str | List[int] | List[str] | List[List[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -370,9 +372,8 @@ def refusal_of(errors: Sequence[Any]) -> Refusal:
     param = path[0]
     if worst[0]["type"] == "extra_forbidden" and len(path) == 1:
         near = difflib.get_close_matches(param, KNOWN, 1)
-        reason = REASONS.get(param) or "this server knows no such parameter" + (
-            f"; did you mean {near[0]}?" if near else ""
-        )
+        unknown = "this server knows no such parameter" + (f"; did you mean {near[0]}?" if near else "")
+        reason = REASONS.get(param, unknown)
     else:
         reason = REASONS.get(param) or "; ".join(_said(error) for error in worst)
     return Refusal(400, f"{param[:80]}: {reason}", param=param[:80])

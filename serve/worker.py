@@ -1,7 +1,7 @@
 """One thread owns the engine; the event loop hands it requests and hears of every round.
 
 The engine knows nothing of threads: only this thread calls it. The loop puts small jobs into its inbox
-(take a call, cancel a call, stop), which are done between two rounds; what a round brought goes back to the
+(take a call, abort a call, stop), which are done between two rounds; what a round brought goes back to the
 loop by ``call_soon_threadsafe``.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -81,7 +81,6 @@ class _Running:
     rounds: int = 0
 
 
-@dataclass
 class Worker:
     """Runs an engine in a thread of its own. ``limit`` requests may run and wait; more are refused (429).
 
@@ -89,25 +88,24 @@ class Worker:
     caches is not trusted.
     """
 
-    build: Callable[[], Engine]
-    model: str
-    limit: int
-    running: list[_Running] = field(default_factory=list)
-    calls: set[Call] = field(default_factory=set)  # not closed yet; this and the next are the loop's
-    admitted: int = 0  # requests that run or wait
-
-    def __post_init__(self) -> None:
-        self.engine = self.build()
+    def __init__(self, build: Callable[[], Engine], model: str, limit: int) -> None:
+        self.build, self.limit = build, limit
+        self.inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.thread = Thread(target=self._run, name="engine", daemon=True)
+        # The loop's
+        self.calls: set[Call] = set()  # not closed yet
+        self.admitted = 0  # requests that run or wait
+        self.ended = False
+        # The thread's
+        self.engine = build()
+        self.running: list[_Running] = []
+        self.stopping = False
         self.metrics = Metrics(
-            self.model,
+            model,
             self.engine.num_drafts,
             running=lambda: len(self.engine.active),
             waiting=lambda: max(0, self.admitted - len(self.engine.active)),
         )
-        self.inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.thread = Thread(target=self._run, name="engine", daemon=True)
-        self.stopping = False  # the thread's own word
-        self.ended = False  # the loop's
 
     # In the event loop -----------------------------------------------------------------------------
 
@@ -212,8 +210,8 @@ class Worker:
     def _count(self, running: _Running, new: int) -> None:
         metrics, answer, now = self.metrics, running.answer, perf_counter()
         metrics.generation_tokens.inc(new)
-        for round in answer.rounds[running.rounds :]:
-            metrics.count_round(round)
+        for each in answer.rounds[running.rounds :]:
+            metrics.count_round(each)
         running.rounds = len(answer.rounds)
         if new and not running.tokens:
             metrics.prompt_tokens.inc(len(answer.request.prompt))

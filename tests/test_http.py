@@ -345,7 +345,7 @@ def test_prompts_are_texts_or_ids_one_or_many(served, target):
     assert texts("abc") == texts(one) == texts([one]) == want[:1]
     assert texts(["abc", "de"]) == texts([one, other]) == want
     assert texts(["abc", "de"], n=2) == [want[0], want[0], want[1], want[1]]
-    used = served.post("/v1/completions", prompt=["abc", "de"], n=2, max_tokens=5).json()["usage"]
+    used = served.post("/v1/completions", prompt=["abc", "de"], n=2, max_tokens=5, **GO_ON).json()["usage"]
     assert (used["prompt_tokens"], used["completion_tokens"]) == (5, 20)
 
 
@@ -495,8 +495,12 @@ REFUSED = [
     ({"max_tokens": -5}, "max_tokens", ["-5"]),
     ({"max_tokens": 2.0}, "max_tokens", ["integer"]),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", ["two names"]),
-    ({"max_tokens": 1000}, None, ["8 tokens", "1000", "200 tokens a request", "up to 192"]),
-    ({"messages": [{"role": "user", "content": "a" * 300}]}, None, ["303 tokens", "200", "a shorter prompt"]),
+    ({"max_tokens": 1000}, "messages", ["8 tokens", "1000", "200 tokens a request", "up to 192"]),
+    (
+        {"messages": [{"role": "user", "content": "a" * 300}]},
+        "messages",
+        ["303 tokens", "200", "a shorter prompt"],
+    ),
     ({"n": 0}, "n", ["0"]),
     ({"n": 17}, "n", ["16", "fewer"]),
     ({"seed": 2**63}, "seed", ["less than"]),
@@ -536,6 +540,16 @@ REFUSED = [
             "messages": [
                 *HELLO,
                 {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            ]
+        },
+        "messages",
+        ["arguments of a call of f are not JSON"],
+    ),
+    (
+        {
+            "messages": [
+                *HELLO,
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '"\\ud800"'}}]},
             ]
         },
         "messages",
@@ -612,6 +626,14 @@ def test_bodies_that_are_no_json_object_are_refused(served, body):
         served.url + "/v1/completions", content=body, headers={"Content-Type": "application/json"}
     )
     assert error_of(response, 400)["message"]
+
+
+def test_no_nan_hides_in_the_parts_that_only_templates_read(served):
+    body = json.dumps({"messages": HELLO, "tools": [{**WEATHER, "x": float("nan")}]}).encode()
+    response = httpx.post(
+        served.url + "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
+    )
+    assert error_of(response, 400)["code"] == "invalid_json"
 
 
 def test_a_body_that_is_not_called_json_is_refused_with_the_remedy(served):
