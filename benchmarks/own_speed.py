@@ -16,18 +16,21 @@ from transformers import AutoModelForCausalLM
 from benchmarks.worker import answer_jobs
 from drafters import checkpoint
 from drafters.target import HardwareConfig, load
+from serve.costs import costs_for
 from serve.engine import Engine, Request
 from serve.proposers import ProposerConfig, build, drafts_asked
+from serve.schedule import Schedule
 
 
 def engine_of(asked: dict[str, Any]) -> Engine:
-    """The engine of ``target``, ``dtype``, ``slots``, ``proposer``, ``drafter`` and ``n``."""
+    """The engine of ``target``, ``dtype``, ``slots``, ``proposer``, ``drafter``, ``n`` and ``schedule``."""
     target = load(asked["target"], HardwareConfig(dtype=asked["dtype"]))
     drafter = checkpoint.read(Path(asked["drafter"]), target) if asked["drafter"] else None
     proposer = build(asked["proposer"], drafter, ProposerConfig(n=asked["n"]))
-    return Engine(
-        target, proposer, drafts_asked(proposer, asked["n"]), slots=asked["slots"], capacity=asked["capacity"]
-    )
+    schedule, n = None, drafts_asked(proposer, asked["n"])
+    if asked["schedule"] and proposer is not None:
+        schedule, n = Schedule(costs_for(target, proposer, asked["slots"]), proposer.max_drafts), None
+    return Engine(target, proposer, n, slots=asked["slots"], capacity=asked["capacity"], schedule=schedule)
 
 
 def ours(asked: dict[str, Any]):

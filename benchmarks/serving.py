@@ -106,7 +106,7 @@ def plain(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
     rows = []
     for dtype in chosen["dtypes"].split(","):
         about = {"target": target.model.name_or_path, "dtype": dtype, "slots": 24, "capacity": 512}
-        none = {"drafter": "", "n": None, "lookup": 0}
+        none = {"drafter": "", "n": None, "lookup": 0, "schedule": False}
         names = {"ours": {**none, "proposer": "none"}}
         if chosen["vllm"]:
             names |= {"vllm": {"proposer": "vllm", "compiled": False, "speculative": None}}
@@ -141,8 +141,10 @@ def drafting(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
     method = read_config(Path(drafter))["speculators_model_type"]
     about = {"target": target.model.name_or_path, "dtype": "float32", "slots": 1}
     about |= {"capacity": max(map(len, asked)) + chosen["tokens"] + 16}
-    own = {"drafter": drafter, "n": n, "lookup": 0}
+    own = {"drafter": drafter, "n": n, "lookup": 0, "schedule": False}
     names = {name: {**own, "proposer": name} for name in ("none", "suffix", method, f"suffix+{method}")}
+    for name in (method, f"suffix+{method}"):
+        names[f"{name}, scheduled"] = {**own, "proposer": name, "n": None, "schedule": True}
     if chosen["vllm"]:
         speculative = {"method": method, "model": drafter, "num_speculative_tokens": n}
         theirs = {"proposer": "vllm"}
@@ -159,8 +161,9 @@ def lookup(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
     asked = [render.prompt_ids([{"role": "user", "content": f"{edit}\n\n{CODE}"}]) for edit in EDITS]
     about = {"target": target.model.name_or_path, "dtype": "float32", "slots": 1}
     about |= {"capacity": max(map(len, asked)) + chosen["tokens"] + 16, "drafter": "", "n": None}
-    names = {name: {"proposer": name, "lookup": 0} for name in ("none", "ngram", "suffix", "generate")}
-    names |= {"generate, prompt lookup": {"proposer": "generate", "lookup": 10}}
+    own = {"lookup": 0, "schedule": False}
+    names = {name: {**own, "proposer": name} for name in ("none", "ngram", "suffix", "generate")}
+    names |= {"generate, prompt lookup": {**own, "proposer": "generate", "lookup": 10}}
     return _beside(names, about, chosen, [[prompt] for prompt in asked], "generate, prompt lookup", "lookup")
 
 

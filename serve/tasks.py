@@ -62,7 +62,8 @@ def http(run: Run) -> None:
 
         name = config.model or run.target
         host, port = listener.getsockname()[:2]
-        how = "drafts by schedule" if schedule else f"N={build().num_drafts}"
+        most = 0 if proposer is None else proposer.max_drafts if n is None else n
+        how = "drafts by schedule" if schedule else f"N={most}"
         print(
             f"{name} on http://{f'[{host}]' if ':' in host else host}:{port}/v1: "
             f"{config.slots} slots of {context} tokens, {how}",
