@@ -20,13 +20,15 @@ from serve.costs import costs_for
 from serve.engine import Engine, Request
 from serve.proposers import ProposerConfig, build, drafts_asked
 from serve.schedule import Schedule
+from serve.suffix import SuffixConfig
 
 
 def engine_of(asked: dict[str, Any]) -> Engine:
-    """The engine of ``target``, ``dtype``, ``slots``, ``proposer``, ``drafter``, ``n`` and ``schedule``."""
+    """The engine of ``target``, ``dtype``, ``slots``, ``proposer``, ``drafter``, ``n``, ``past``, ``schedule``."""
     target = load(asked["target"], HardwareConfig(dtype=asked["dtype"]))
     drafter = checkpoint.read(Path(asked["drafter"]), target) if asked["drafter"] else None
-    proposer = build(asked["proposer"], drafter, ProposerConfig(n=asked["n"]))
+    suffix = SuffixConfig(past=asked["past"])
+    proposer = build(asked["proposer"], drafter, ProposerConfig(suffix=suffix, n=asked["n"]))
     schedule, n = None, drafts_asked(proposer, asked["n"])
     if asked["schedule"] and proposer is not None:
         schedule, n = Schedule(costs_for(target, proposer, asked["slots"]), proposer.max_drafts), None

@@ -23,31 +23,7 @@ from data.examples import renderer
 from data.sources import DataConfig
 from drafters.checkpoint import read_config
 from drafters.target import HardwareConfig, Target, load
-
-CODE = """def total_price(items, tax_rate):
-    subtotal = 0
-    for item in items:
-        price = item["price"]
-        quantity = item["quantity"]
-        subtotal = subtotal + price * quantity
-    tax = subtotal * tax_rate
-    return subtotal + tax
-
-
-def average_price(items):
-    if len(items) == 0:
-        return 0
-    subtotal = 0
-    for item in items:
-        subtotal = subtotal + item["price"]
-    return subtotal / len(items)
-"""
-EDITS = (
-    "Rename the variable `subtotal` to `amount` and write the whole code again:",
-    "Repeat this code without any change:",
-    "Add a docstring to both functions and write the whole code again:",
-    "Write the code again with the argument `tax_rate` renamed to `rate`:",
-)
+from serve.prompts import built_in
 
 
 class Side:
@@ -106,7 +82,7 @@ def plain(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
     rows = []
     for dtype in chosen["dtypes"].split(","):
         about = {"target": target.model.name_or_path, "dtype": dtype, "slots": 24, "capacity": 512}
-        none = {"drafter": "", "n": None, "lookup": 0, "schedule": False}
+        none = {"drafter": "", "n": None, "lookup": 0, "schedule": False, "past": True}
         names = {"ours": {**none, "proposer": "none"}}
         if chosen["vllm"]:
             names |= {"vllm": {"proposer": "vllm", "compiled": False, "speculative": None}}
@@ -141,7 +117,7 @@ def drafting(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
     method = read_config(Path(drafter))["speculators_model_type"]
     about = {"target": target.model.name_or_path, "dtype": "float32", "slots": 1}
     about |= {"capacity": max(map(len, asked)) + chosen["tokens"] + 16}
-    own = {"drafter": drafter, "n": n, "lookup": 0, "schedule": False}
+    own = {"drafter": drafter, "n": n, "lookup": 0, "schedule": False, "past": True}
     names = {name: {**own, "proposer": name} for name in ("none", "suffix", method, f"suffix+{method}")}
     for name in (method, f"suffix+{method}"):
         names[f"{name}, scheduled"] = {**own, "proposer": name, "n": None, "schedule": True}
@@ -151,17 +127,21 @@ def drafting(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
         names |= {
             "vllm compiled": {**theirs, "compiled": True, "speculative": None},
             f"vllm {method}": {**theirs, "compiled": False, "speculative": speculative},
+            f"vllm compiled {method}": {**theirs, "compiled": True, "speculative": speculative},
         }
     return _beside(names, about, chosen, [[prompt] for prompt in asked], "none", "drafts")
 
 
 def lookup(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
-    """Copy-heavy prompts (edits of code), beside transformers' ``prompt_lookup_num_tokens``."""
+    """Copy-heavy prompts (edits of code), beside transformers' ``prompt_lookup_num_tokens``.
+
+    The suffix side forgets other answers: these are edits of few files, and lookup in the prompt cannot know.
+    """
     render = renderer(DataConfig(), target.tokenizer, target.stop_ids)
-    asked = [render.prompt_ids([{"role": "user", "content": f"{edit}\n\n{CODE}"}]) for edit in EDITS]
+    asked = [render.prompt_ids(messages) for messages in built_in()["edit"]]
     about = {"target": target.model.name_or_path, "dtype": "float32", "slots": 1}
     about |= {"capacity": max(map(len, asked)) + chosen["tokens"] + 16, "drafter": "", "n": None}
-    own = {"lookup": 0, "schedule": False}
+    own = {"lookup": 0, "schedule": False, "past": False}
     names = {name: {**own, "proposer": name} for name in ("none", "ngram", "suffix", "generate")}
     names |= {"generate, prompt lookup": {**own, "proposer": "generate", "lookup": 10}}
     return _beside(names, about, chosen, [[prompt] for prompt in asked], "generate, prompt lookup", "lookup")

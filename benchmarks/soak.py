@@ -1,7 +1,7 @@
 """Many clients, random aborts: no slot leaks, memory stays flat, every finished answer equals its solo run.
 
 ``python -m benchmarks.soak seconds=120 clients=32 drafter=DIR proposer=suffix+eagle3``; fp32, half of the
-requests greedy and half sampled with a seed. Answers that part from their solo run are told with how far
+requests greedy and half sampled with a seed; ends with status 1 where it does not hold. Answers that part from their solo run are told with how far
 apart the target's best two choices were there: the order of additions differs in a batch.
 """
 
@@ -24,7 +24,7 @@ from drafters.target import HardwareConfig, Target, load
 from serve.engine import Answer, Engine, Request
 from serve.law import Sampling
 from serve.proposers import ProposerConfig, build, drafts_asked
-from serve.tasks import top_margin
+from serve.tasks import ROUNDING, top_margin
 
 
 def requests(target: Target, number: int) -> list[Request]:
@@ -59,13 +59,13 @@ def soak(engine: Engine, asked: list[Request], clients: int, seconds: float) -> 
     for answer in [*engine.waiting, *engine.active]:
         engine.abort(answer)
     leaked = len(engine.active) + len(engine.waiting) + sum(engine.cache.lengths)
-    half, last = memory[len(memory) // 2], memory[-1]
+    half, last = (max(memory[: len(memory) // 2]), max(memory[len(memory) // 2 :]))
     return {
         "finished": done,
         "aborted": aborted,
         "leaked": leaked,
-        "megabytes_half_way": half / 1e6,
-        "megabytes_at_the_end": last / 1e6,
+        "megabytes_first_half": half / 1e6,
+        "megabytes_second_half": last / 1e6,
     }
 
 
@@ -87,7 +87,7 @@ def parted(target: Target, asked: list[Request], done: list[Answer], capacity: i
 
 def main() -> None:
     chosen = options(
-        sys.argv[1:], seconds=120, clients=32, slots=16, drafter="", proposer="suffix", prompts=24, n=4
+        sys.argv[1:], seconds=120, clients=32, slots=32, drafter="", proposer="suffix", prompts=24, n=4
     )
     target = load("smollm2-embedded", HardwareConfig(dtype="float32"))
     drafter = checkpoint.read(Path(chosen["drafter"]), target) if chosen["drafter"] else None
@@ -115,6 +115,8 @@ def main() -> None:
     for key, value in result.items():
         print(f"{key:30s} {value}")
     print(json.dumps(result))
+    if result["leaked"] or result["largest_margin_of_a_parting"] >= ROUNDING:
+        sys.exit("a slot leaked, or an answer parts from its solo run where the target's choice was no tie")
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ def main() -> None:
     """Answer jobs of ``prompts`` (ids), ``tokens`` and ``ignore_eos``, all prompts at once, greedily."""
     asked = json.loads(sys.argv[1])
     os.environ.update(SETTINGS)
-    cores = len(os.sched_getaffinity(0))
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, range(cores)))
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, range(threads)))
 
     import torch
     import vllm

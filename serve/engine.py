@@ -248,7 +248,8 @@ class Engine:
             if answers[row].finish:
                 self._remove(row)
         if self.schedule:
-            self.schedule.heard(lengths, accepted, perf_counter() - start)
+            stood = [answer.rounds[-1].accepted for answer in answers]
+            self.schedule.heard(lengths, stood, perf_counter() - start)
         for answer in answers:
             self._tell(answer)
         return done + [answer for answer in answers if answer.finish]
@@ -293,7 +294,8 @@ class Engine:
             lengths = self.schedule.prefixes(proposal, len(rows))
         else:
             lengths = proposal.lengths or [proposal.tokens_BK.shape[1]] * len(rows)
-        # Drafts past the end of an answer are for nothing, and past that of a slot.
+        # Drafts past the end of an answer are for nothing, and past that of a slot. The one that would end it
+        # is verified: a round then accepts what replay says it does, to the last.
         lengths = [min(num, self.active[row].room) for row, num in zip(rows, lengths, strict=True)]
         longest = max(lengths)
         laws = None if proposal.laws_BKV is None else proposal.laws_BKV[:, :longest]
