@@ -24,7 +24,7 @@ from serve.suffix import SuffixConfig
 
 
 def engine_of(asked: dict[str, Any]) -> Engine:
-    """The engine of ``target``, ``dtype``, ``slots``, ``proposer``, ``drafter``, ``n``, ``past``, ``schedule``."""
+    """The engine of a job's target, dtype, slots, proposer, drafter, n, past answers and schedule."""
     target = load(asked["target"], HardwareConfig(dtype=asked["dtype"]))
     drafter = checkpoint.read(Path(asked["drafter"]), target) if asked["drafter"] else None
     suffix = SuffixConfig(past=asked["past"])

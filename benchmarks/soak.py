@@ -1,8 +1,9 @@
 """Many clients, random aborts: no slot leaks, memory stays flat, every finished answer equals its solo run.
 
 ``python -m benchmarks.soak seconds=120 clients=32 drafter=DIR proposer=suffix+eagle3``; fp32, half of the
-requests greedy and half sampled with a seed; ends with status 1 where it does not hold. Answers that part from their solo run are told with how far
-apart the target's best two choices were there: the order of additions differs in a batch.
+requests greedy and half sampled with a seed. Answers that part from their solo run are told with how far
+apart the target's best two choices were there: the order of additions differs in a batch. It ends with
+status 1 where a slot leaks, or an answer parts where there was no tie.
 """
 
 from __future__ import annotations
