@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drafters.target import Target
 from drafters.types import Proposal, States
-from serve.cache import SlotCache, attend_ragged
+from serve.cache import SlotCache, attend_ragged, check_ragged
 from serve.law import Sampling, adjusted, law
 from serve.text import Text
 from serve.verify import verify, verify_matching
@@ -139,8 +139,9 @@ class Engine:
     A step prefills at most ``chunk`` prompt tokens, so that long prompts do not hold up answers. With a
     ``schedule`` the drafts of a round are its to choose, ``num_drafts`` at most. One thread calls.
 
-    Errors: ``ValueError`` for a target whose state cannot be rolled back (recurrent layers), a request
-    that does not fit, or more drafts than the drafter was trained for.
+    Errors: ``ValueError`` for a target whose state cannot be rolled back (recurrent layers) or that cannot
+    run rows of different lengths, a request that does not fit, or more drafts than the drafter was trained
+    for.
     """
 
     def __init__(
@@ -489,6 +490,7 @@ def _check_target(target: Target) -> None:
             f"target {target.name}: {target.config.model_type} keeps a recurrent state that cannot be rolled "
             "back after a refused draft; serve it with engine=vllm"
         )
+    check_ragged(target)
 
 
 def _check_drafts(proposer: Proposer, num: int | None) -> int:
