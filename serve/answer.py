@@ -66,7 +66,7 @@ class Timed:
 
 def decode(engine: Engine, prompt: list[int], config: ServeConfig, on_token: Callable | None = None) -> Timed:
     """One request through an engine."""
-    request = Request(prompt, config.max_new_tokens, Sampling(config.temperature))
+    request = Request(prompt, config.max_new_tokens, Sampling(config.temperature), text=True)
     heard_at: list[float] = []
     seconds = 0.0
 

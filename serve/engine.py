@@ -7,7 +7,6 @@ would have said itself, emit it. Without a proposer the same step decodes plainl
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from drafters.target import Target
 from drafters.types import Proposal, States
-from serve.cache import SlotCache, attend_ragged
-from serve.law import Sampling, adjusted, law
+from serve.cache import SlotCache, attend_ragged, check_ragged
+from serve.law import Sampling, Scored, adjusted, choose, draw, law, scored, uniforms
 from serve.text import Text
 from serve.verify import verify, verify_matching
 
@@ -82,14 +81,6 @@ class Round:
     emitted: int
 
 
-@dataclass(frozen=True)
-class Scored:
-    """The log probability of an emitted token, and the likeliest ids with theirs."""
-
-    logprob: float
-    top: list[tuple[int, float]]
-
-
 @dataclass(eq=False)
 class Answer:
     """Emitted ids, the stop token included; ``finish`` is stop, length or abort."""
@@ -137,10 +128,12 @@ class Engine:
     """Continuous batching over ``slots``; ``proposer=None`` or ``num_drafts=0`` is plain decoding.
 
     A step prefills at most ``chunk`` prompt tokens, so that long prompts do not hold up answers. With a
-    ``schedule`` the drafts of a round are its to choose, ``num_drafts`` at most. One thread calls.
+    ``schedule`` the drafts of a round are its to choose, ``num_drafts`` at most. Proposers are asked for
+    greedy drafts at every temperature, not for draws from their law. One thread calls.
 
-    Errors: ``ValueError`` for a target whose state cannot be rolled back (recurrent layers), a request
-    that does not fit, or more drafts than the drafter was trained for.
+    Errors: ``ValueError`` for a target whose state cannot be rolled back (recurrent layers) or that cannot
+    run rows of different lengths, a request that does not fit, or more drafts than the drafter was trained
+    for.
     """
 
     def __init__(
@@ -279,7 +272,8 @@ class Engine:
             budget -= len(tokens)
             if answer.prefilled == len(prompt):
                 logits_1V = self.target.head(ran.last_PD[-1:])
-                self._emit(answer, self._choose(answer, logits_1V, []), logits_1V)
+                (own,) = self._choose([answer], [logits_1V], [[]])
+                self._emit(answer, own, logits_1V)
                 if answer.finish:
                     done.append(answer)
                     self._remove(slot)
@@ -339,15 +333,10 @@ class Engine:
         from a law stand by the rule of ``verify``.
         """
         drafts_BK = proposal.tokens_BK
-        answers = self.active[: len(lengths)]
-        rows = list(zip(answers, logits, drafts_BK.tolist(), lengths, strict=True))
         if proposal.laws_BKV is not None:
             return self._verify_drawn(proposal, lengths, logits)
-        if all(a.request.sampling.greedy and not a.request.sampling.adjusts for a in answers):
-            best_P = _best(torch.cat(logits) if len(logits) > 1 else logits[0])
-            own = [best_J.tolist() for best_J in best_P.split([len(each) for each in logits])]
-        else:
-            own = [self._choose(a, logits_JV, drafts[:length]) for a, logits_JV, drafts, length in rows]
+        drafts = [row[:length] for row, length in zip(drafts_BK.tolist(), lengths, strict=True)]
+        own = self._choose(self.active[: len(lengths)], logits, drafts)
         width = drafts_BK.shape[1] + 1
         own_BJ = self._tensor([tokens + [0] * (width - len(tokens)) for tokens in own])
         accepted_B, _ = verify_matching(own_BJ, drafts_BK, self._tensor(lengths))
@@ -361,25 +350,28 @@ class Engine:
         drafts_BK = proposal.tokens_BK
         rows, num = drafts_BK.shape
         p_BJV = logits[0].new_zeros(rows, num + 1, self.target.vocab_size, dtype=torch.float32)
-        uniforms = []
+        drawn = []
         for row, (answer, logits_JV) in enumerate(zip(self.active, logits, strict=False)):
             asked = answer.request.sampling
             p_BJV[row, : lengths[row] + 1] = law(
                 self._adjusted(answer, logits_JV, drafts_BK[row].tolist()), asked
             )
-            uniforms.append(_uniforms(asked.seed, "accept", self._position(answer), num))
-        u_BK = torch.tensor(uniforms, device=drafts_BK.device).view(drafts_BK.shape)
+            drawn.append(uniforms(asked.seed, "accept", self._position(answer), num))
+        u_BK = torch.tensor(drawn, device=drafts_BK.device).view(drafts_BK.shape)
         accepted_B, next_BV = verify(p_BJV, proposal.laws_BKV, drafts_BK, u_BK, self._tensor(lengths))
         accepted, chosen = accepted_B.tolist(), []
         for row, stood in enumerate(accepted):
             answer = self.active[row]
-            own = _draw(
-                next_BV[row : row + 1], answer.request.sampling.seed, self._position(answer) + stood + 1
-            )
-            chosen.append(drafts_BK[row, :stood].tolist() + own)
+            own = uniforms(answer.request.sampling.seed, "next", self._position(answer) + stood + 1, 1)
+            chosen.append(drafts_BK[row, :stood].tolist() + draw(next_BV[row : row + 1], own))
         return accepted, chosen
 
     # Small steps -----------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Give back the memory of the cache and the proposer; no step can follow."""
+        self.cache.layers.clear()
+        self.state = None
 
     def keep(self, rows: range, states: States, tokens_BJ: Tensor, kept: list[int]) -> None:
         """The first ``kept[i]`` tokens of each row are true; what followed them never happened."""
@@ -387,16 +379,18 @@ class Engine:
         if self.proposer:
             self.proposer.advance(self.state, rows, states, tokens_BJ, kept)
 
-    def _choose(self, answer: Answer, logits_JV: Tensor, drafts: list[int]) -> list[int]:
-        """The target's own token at each position after the answer and the drafts before it."""
-        asked = answer.request.sampling
-        logits_JV = self._adjusted(answer, logits_JV, drafts)
-        if asked.greedy:
-            return _best(logits_JV).tolist()
-        return _draw(law(logits_JV, asked), asked.seed, self._position(answer) + 1)
+    def _choose(
+        self, answers: list[Answer], logits: list[Tensor], drafts: list[list[int]]
+    ) -> list[list[int]]:
+        """The target's own token at each position after each answer and the drafts before it."""
+        adjusted = [self._adjusted(*row) for row in zip(answers, logits, drafts, strict=True)]
+        samplings = [answer.request.sampling for answer in answers]
+        return choose(adjusted, samplings, [self._position(answer) + 1 for answer in answers])
 
     def _adjusted(self, answer: Answer, logits_JV: Tensor, drafts: list[int]) -> Tensor:
         request = answer.request
+        if not request.sampling.adjusts:
+            return logits_JV
         return adjusted(logits_JV, request.sampling, request.prompt, answer.tokens, drafts)
 
     def _emit(self, answer: Answer, tokens: list[int], logits_JV: Tensor) -> int:
@@ -407,7 +401,7 @@ class Engine:
         for emitted, token in enumerate(tokens[:room], start=1):
             answer.tokens.append(token)
             if request.logprobs is not None:
-                answer.logprobs.append(_scored(logits_JV[emitted - 1], token, request.logprobs))
+                answer.logprobs.append(scored(logits_JV[emitted - 1], token, request.logprobs))
             if token in stop_ids:
                 answer.finish = "stop"
             elif answer.text is not None:
@@ -453,37 +447,6 @@ class Engine:
         return torch.tensor(values, dtype=torch.long, device=self.target.device)
 
 
-def _best(logits_PV: Tensor) -> Tensor:
-    """The likeliest token of each row. Errors: ``ValueError`` where a logit is not a number."""
-    most_P, best_P = logits_PV.max(-1)
-    if bool(most_P.isnan().any()):
-        raise ValueError(
-            "the target's logits are not numbers; try hardware.dtype=float32, and check its weights"
-        )
-    return best_P
-
-
-def _draw(laws_JV: Tensor, seed: int, position: int) -> list[int]:
-    """A token from each law, with the uniforms of the positions from ``position`` on."""
-    cumulative_JV = laws_JV.double().cumsum(-1)
-    uniforms = [_uniforms(seed, "next", position + j, 1) for j in range(len(laws_JV))]
-    below_J1 = cumulative_JV.new_tensor(uniforms) * cumulative_JV[:, -1:]
-    at_J = torch.searchsorted(cumulative_JV, below_J1, right=True).squeeze(1)
-    return at_J.clamp(max=laws_JV.shape[-1] - 1).tolist()
-
-
-def _uniforms(seed: int, purpose: str, position: int, num: int) -> list[float]:
-    """Draws that depend on a request's seed and a position alone; each purpose has its own."""
-    stream = random.Random(f"{seed}/{purpose}/{position}")
-    return [stream.random() for _ in range(num)]
-
-
-def _scored(logits_V: Tensor, token: int, num: int) -> Scored:
-    laws_V = logits_V.float().log_softmax(-1)
-    values, ids = laws_V.topk(num)
-    return Scored(float(laws_V[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))
-
-
 def _check_target(target: Target) -> None:
     """``ValueError`` for a family that keeps a running state beside, or in place of, keys and values."""
     if target.model._is_stateful:
@@ -491,6 +454,7 @@ def _check_target(target: Target) -> None:
             f"target {target.name}: {target.config.model_type} keeps a recurrent state that cannot be rolled "
             "back after a refused draft; serve it with engine=vllm"
         )
+    check_ragged(target)
 
 
 def _check_drafts(proposer: Proposer, num: int | None) -> int:

@@ -10,8 +10,6 @@ refuses or fails a request has a status of its own. A client that goes away take
 from __future__ import annotations
 
 import asyncio
-import hmac
-import os
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -21,24 +19,14 @@ from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic_core import from_json
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from data.chat import Renderer
 from serve.engine import Engine
-from serve.protocol import (
-    Asked,
-    ChatRequest,
-    CompletionRequest,
-    Refusal,
-    check_ids,
-    refusal_of,
-)
+from serve.guard import StrictRoute, protect
+from serve.protocol import Asked, ChatRequest, CompletionRequest, Refusal, check_ids
 from serve.reply import DONE, ChatForm, CompletionForm, Form, event, usage
 from serve.settings import HttpConfig
 from serve.worker import Call, Piece, Worker
@@ -59,11 +47,8 @@ def create_app(build: Callable[[], Engine], renderer: Renderer, config: HttpConf
         yield
         await service.worker.stop()
 
-    app = FastAPI(title="Foredraft", lifespan=lifespan, redoc_url=None)
-    app.add_middleware(Guard, config=config)
-    app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(Exception, _broken)
+    app = FastAPI(title="Foredraft", lifespan=lifespan, docs_url=None, redoc_url=None)
+    protect(app, config)
     _add_routes(app, service)
     return app
 
@@ -294,101 +279,3 @@ async def while_present(http: Request, work: Coroutine[Any, Any, T]) -> T:
 async def _until_gone(http: Request) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
-
-
-# Refusals ----------------------------------------------------------------------------------------------
-
-
-class StrictRequest(Request):
-    """A body is JSON as it is defined: UTF-8, no NaN, no half surrogates, no endless nesting."""
-
-    async def json(self) -> Any:
-        try:
-            return from_json(await self.body(), allow_inf_nan=False)
-        except ValueError as error:
-            raise Refusal(400, f"the body is not JSON: {error}", code="invalid_json") from error
-
-
-class StrictRoute(APIRoute):
-    """A route that reads bodies with ``StrictRequest``."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def strictly(request: Request) -> Response:
-            return await handler(StrictRequest(request.scope, request.receive))
-
-        return strictly
-
-
-class Guard:
-    """Before a route is looked for: the API key of ``/v1``, and the size of the body, counted as it comes."""
-
-    def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
-        self.app, self.most = app, config.max_body_bytes
-        key = config.api_key or os.environ.get("FOREDRAFT_API_KEY")
-        self.key = f"Bearer {key}".encode() if key else None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        headers = dict(scope["headers"])
-        refusal = self._refusal(scope["path"], headers)
-        if refusal is not None:
-            return await _as_response(refusal)(scope, receive, send)
-        return await self.app(scope, self._counted(receive), send)
-
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Refusal | None:
-        given = headers.get(b"authorization", b"")
-        if path.startswith("/v1") and self.key and not hmac.compare_digest(given, self.key):
-            return Refusal(
-                401,
-                "give the API key: Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        length = headers.get(b"content-length", b"0")
-        return self._too_long() if length.isdigit() and int(length) > self.most else None
-
-    def _counted(self, receive: Receive) -> Receive:
-        """``receive`` of a body that may come in chunks without saying how long it is."""
-        got = 0
-
-        async def counted() -> Message:
-            nonlocal got
-            message = await receive()
-            got += len(message.get("body", b""))
-            if got > self.most:
-                raise self._too_long()
-            return message
-
-        return counted
-
-    def _too_long(self) -> Refusal:
-        return Refusal(
-            413,
-            f"the body is longer than {self.most} bytes (http.max_body_bytes)",
-            headers={"Connection": "close"},
-        )
-
-
-def _as_response(refusal: Refusal) -> Response:
-    return JSONResponse(refusal.body, refusal.status_code, refusal.headers)
-
-
-async def _refused(http: Request, error: Exception) -> Response:
-    if not isinstance(error, Refusal):  # of the router: no such path, or no such method
-        assert isinstance(error, HTTPException), error
-        message = f"{http.method} {http.url.path}: {error.detail}"
-        error = Refusal(error.status_code, message, headers=error.headers)
-    return _as_response(error)
-
-
-async def _invalid(_http: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError), error
-    return _as_response(refusal_of(error.errors()))
-
-
-async def _broken(_http: Request, _error: Exception) -> Response:
-    """Of our own faults; the traceback is in the server's log."""
-    return _as_response(Refusal(500, "the server failed on this request; its log has more"))

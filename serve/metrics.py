@@ -1,4 +1,4 @@
-"""What ``/metrics`` tells, under the names and labels that vLLM gives them, so that its dashboards fit.
+"""What ``/metrics`` tells, under the names and labels that vLLM 0.32 gives them, so that its dashboards fit.
 
 Each application has a registry of its own. vLLM counts accepted drafts before an answer is cut at its end;
 here, as everywhere in this project, accepted drafts are those that were emitted.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from serve.engine import Round
+from serve.schedule import Summary
 
 LABELS = ("model_name", "engine")
 SECONDS = (
@@ -44,8 +45,8 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self.labels = {"model_name": model, "engine": "0"}
-        self._gauge("num_requests_running", "Requests in a slot.", running)
-        self._gauge("num_requests_waiting", "Requests that wait for a slot.", waiting)
+        self._gauge("vllm:num_requests_running", "Requests in a slot.", running)
+        self._gauge("vllm:num_requests_waiting", "Requests that wait for a slot.", waiting)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished prefills.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens emitted.")
         self.drafts = self._counter("spec_decode_num_drafts", "Rounds with drafts.")
@@ -62,10 +63,26 @@ class Metrics:
             "vllm:request_success", "Answers.", (*LABELS, "finished_reason"), registry=self.registry
         )
         self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self.between = self._histogram("inter_token_latency_seconds", "Between the outputs of two rounds.")
         self.per_token = self._histogram(
-            "time_per_output_token_seconds", "Of each later token: the seconds of its round over its tokens."
+            "request_time_per_output_token_seconds",
+            "Of an answer: from its first token to the last, over the tokens after the first.",
         )
         self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.")
+
+    def show_schedule(self, ask: Callable[[], Summary]) -> None:
+        """What decides the number of drafts, as gauges of our own."""
+        self._gauge("foredraft:schedule_drafts", "N of now; 0 is plain decoding.", lambda: ask().drafts)
+        self._gauge(
+            "foredraft:schedule_plain_share",
+            "Of all rounds, those that asked for no drafts.",
+            lambda: ask().plain_share,
+        )
+        self._gauge(
+            "foredraft:schedule_verified_drafts",
+            "Drafts verified for a request, in the mean of rounds that asked for some.",
+            lambda: ask().verified,
+        )
 
     def count_round(self, verified: Round) -> None:
         """A round; one without drafts is not counted, as in vLLM."""
@@ -84,8 +101,8 @@ class Metrics:
         """Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def _gauge(self, name: str, help: str, ask: Callable[[], int]) -> None:
-        gauge = Gauge(f"vllm:{name}", help, LABELS, registry=self.registry)
+    def _gauge(self, name: str, help: str, ask: Callable[[], float]) -> None:
+        gauge = Gauge(name, help, LABELS, registry=self.registry)
         gauge.labels(**self.labels).set_function(ask)
 
     def _counter(self, name: str, help: str) -> Counter:

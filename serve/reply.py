@@ -13,7 +13,8 @@ from time import time
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from serve.engine import Answer, Scored
+from serve.engine import Answer
+from serve.law import Scored
 from serve.text import REPLACEMENT
 from serve.worker import Piece
 

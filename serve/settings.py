@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+
+PORT = 8000  # where ``port=`` says none
 
 
 @dataclass
@@ -33,3 +36,8 @@ class HttpConfig:
                 raise ValueError(f"http.{key}={vars(self)[key]}: give {low} or more")
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError("http.api_key is empty: give a key, or null to ask for none")
+
+    @property
+    def key(self) -> str | None:
+        """The API key to ask for, of the settings or of the environment."""
+        return self.api_key or os.environ.get("FOREDRAFT_API_KEY") or None

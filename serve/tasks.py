@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from serve.engine import Answer, Engine, Proposer
 from serve.http import create_app, listen, run_until_stopped
 from serve.proposers import UNTRAINED, build, drafts_asked
 from serve.schedule import Schedule
+from serve.settings import PORT
 
 if TYPE_CHECKING:
     from recipes.schema import Run
@@ -35,7 +37,7 @@ def answer(run: Run) -> None:
     if run.serve.compare:  # neither is timed cold
         for each in (engine, plainly):
             decode(each, prompt, replace(run.serve, max_new_tokens=min(4, run.serve.max_new_tokens)))
-    drafted = decode(engine, prompt, run.serve, _printer(target))
+    drafted = decode(engine, prompt, run.serve, _printer())
     print(
         f"\n\n{len(drafted.answer.tokens)} tokens, N={engine.num_drafts}, tau {drafted.answer.tau:.2f}, "
         f"{drafted.tokens_per_second:.1f} tokens/s"
@@ -52,7 +54,7 @@ def http(run: Run) -> None:
         raise ValueError(
             "the server takes its prompts by HTTP; leave out prompt, prompt_file and port to ask once"
         )
-    with listen(config.host, 8000 if run.port is None else run.port) as listener:
+    with listen(config.host, PORT if run.port is None else run.port) as listener:
         target, drafter, render = loaded(run)
         context = min(config.context, target.config.max_position_embeddings)
         proposer, n, schedule = scheduled(run, target, drafter)
@@ -170,15 +172,14 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     return prompt.strip("\n")
 
 
-def _printer(target: Target):
-    """Prints an answer as it grows, whole characters only."""
+def _printer() -> Callable[[Answer, list[int]], None]:
+    """Prints the text of an answer as it grows."""
     shown = 0
 
     def heard(answer: Answer, _new: list[int]) -> None:
         nonlocal shown
-        text = target.tokenizer.decode([i for i in answer.tokens if i not in target.stop_ids])
-        if not text.endswith("\ufffd") or answer.finish:
-            print(text[shown:], end="", flush=True)
-            shown = len(text)
+        assert answer.text is not None, "a request without text"
+        print(answer.text.text[shown:], end="", flush=True)
+        shown = len(answer.text.text)
 
     return heard

@@ -8,6 +8,7 @@ loop by ``call_soon_threadsafe``.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
 
-from serve.engine import Answer, Engine, Request, Scored
+from serve.engine import Answer, Engine, Request
+from serve.law import Scored
 from serve.metrics import Metrics
 from serve.protocol import Refusal
+from serve.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,7 @@ class _Running:
     index: int
     answer: Answer
     heard: float
+    began: float = 0.0  # when its first token came
     tokens: int = 0
     characters: int = 0
     rounds: int = 0
@@ -106,6 +110,8 @@ class Worker:
             running=lambda: len(self.engine.active),
             waiting=lambda: max(0, self.admitted - len(self.engine.active)),
         )
+        if isinstance(schedule := self.engine.schedule, Schedule):
+            self.metrics.show_schedule(lambda: schedule.summary)
 
     # In the event loop -----------------------------------------------------------------------------
 
@@ -161,11 +167,14 @@ class Worker:
     def _run(self) -> None:
         try:
             while not self.stopping:
+                failure = None
                 try:
                     self._turn()
                 except Exception as error:  # whatever it is, its requests must hear of it and the server live
                     logger.exception("the engine failed; the requests in its slots are given up")
-                    self._recover(f"the engine failed ({type(error).__name__}); the server's log has more")
+                    failure = f"the engine failed ({type(error).__name__}); the server's log has more"
+                if failure:  # by now nothing holds on to the tensors of the failed step
+                    self._recover(failure)
         except Exception:
             logger.exception("no engine could be made in place of the failed one; nothing more is answered")
         finally:
@@ -213,14 +222,15 @@ class Worker:
         for each in answer.rounds[running.rounds :]:
             metrics.count_round(each)
         running.rounds = len(answer.rounds)
-        if new and not running.tokens:
+        if not running.tokens:
             metrics.prompt_tokens.inc(len(answer.request.prompt))
             metrics.first_token.observe(now - running.heard)
-            new -= 1
-        for _ in range(new):
-            metrics.per_token.observe((now - running.heard) / new)
+            running.began = now
+        else:
+            metrics.between.observe(now - running.heard)
         running.heard = now
         if answer.finish:
+            metrics.per_token.observe((now - running.began) / max(1, len(answer.tokens) - 1))
             metrics.whole.observe(now - running.call.arrived)
             metrics.count_finish(answer.finish)
 
@@ -243,6 +253,8 @@ class Worker:
         for running in [r for r in self.running if r.call in calls]:
             self._leave(running)
             self.metrics.count_finish("error")
+        self.engine.release()  # there may be no room for the caches of two engines
+        gc.collect()
         self.engine = self.build()
         for running in self.running:
             running.answer = self.engine.submit(running.answer.request, self._heard)

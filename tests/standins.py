@@ -75,6 +75,7 @@ class Script:
 
     num_layers, device, dtype, attention_windows = 1, "cpu", torch.float32, {"full_attention": None}
     model = transformers.PreTrainedModel
+    config = transformers.PreTrainedConfig()
     vocab_size, tokenizer = 128, None
 
     def __init__(self, says: list[int], stop_ids: tuple[int, ...]) -> None:

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+import transformers
 
-from serve.cache import SlotCache
+from drafters.target import Target
+from serve.cache import SlotCache, attend_ragged, check_ragged
+from serve.engine import Engine
 from tests import tiny
 
 CAPACITY = 40
@@ -133,3 +136,74 @@ def test_a_moved_request_goes_on_as_before(target):
     assert cache.lengths == [7, 0, 0]
     found = feed(target, cache, range(1), [more])
     assert torch.allclose(found[0], plain(target, prompt + more)[-3:], atol=1e-4)
+
+
+# Rows of different lengths in one pass --------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 265, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+GROUPED = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
+
+
+def family(name: str, sizes: dict) -> Target:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **sizes)
+    return Target(transformers.AutoModelForCausalLM.from_config(config), tiny.tokenizer(), name)
+
+
+def feed_ragged(target, cache: SlotCache, rows: range, tokens: list[list[int]]) -> list[torch.Tensor]:
+    """One flat pass over rows of these tokens, nothing committed; the states of each."""
+    counts = [len(row) for row in tokens]
+    flat = torch.tensor([[token for row in tokens for token in row]])
+    position, mask = cache.stage(rows, max(counts), target.device, target.dtype, counts)
+    with attend_ragged(cache, target.config):
+        states = target.states(flat, [], attention_mask=mask, position_BT=position, cache=cache)
+    return list(states.last_BTD[0].split(counts))
+
+
+@pytest.mark.parametrize("windows", ["full", "sliding", "mixed"])
+def test_a_flat_pass_has_the_states_of_plain_ones_and_refused_rows_leave_no_trace(target, windows):
+    if windows != "full":
+        target = family({"sliding": "mistral", "mixed": "gemma2"}[windows], GROUPED)
+        assert 4 in target.attention_windows.values()
+    texts, kept = [ids(3, 1), ids(9, 2), ids(5, 3)], [2, 0, 1]
+    cache = new_cache(target, 3)
+    for row, text in enumerate(texts):
+        feed(target, cache, range(row, row + 1), [text])
+        cache.commit(range(row, row + 1), [len(text)])
+    for counts in ([4, 1, 2], [1, 5, 3], [2, 1, 6]):
+        new = [ids(num, 10 * num + row) for row, num in enumerate(counts)]
+        found = feed_ragged(target, cache, range(3), new)
+        for states, text, more in zip(found, texts, new, strict=True):
+            assert torch.allclose(states, plain(target, text + more)[-len(more) :], atol=1e-4)
+        stood = [min(num, count) for num, count in zip(kept, counts, strict=True)]
+        cache.commit(range(3), stood)
+        texts = [text + more[:num] for text, more, num in zip(texts, new, stood, strict=True)]
+    for row, text in enumerate(texts):
+        clean = new_cache(target, 1)
+        feed(target, clean, range(1), [text])
+        assert cache.lengths[row] == len(text)
+        for layer, other in zip(cache.layers, clean.layers, strict=True):
+            for have, want in ((layer.keys, other.keys), (layer.values, other.values)):
+                assert torch.allclose(have[row, :, : len(text)], want[0, :, : len(text)], atol=1e-4)
+
+
+def test_a_target_whose_attention_is_not_reached_is_refused_before_anybody_asks(target):
+    check_ragged(target)
+    with pytest.raises(ValueError, match=r"target falcon: falcon cannot run rows of .* engine=vllm"):
+        Engine(family("falcon", SIZES))
+
+
+def test_a_target_that_reads_rows_wrongly_is_refused_even_if_nothing_fails(target, monkeypatch):
+    """Its positions count the flat row: the shapes fit, the states are others."""
+    usual = target.states
+
+    def astray(tokens, *arguments, position_BT, **settings):
+        position_BT = position_BT[:, :1] + torch.arange(tokens.shape[1])
+        return usual(tokens, *arguments, position_BT=position_BT, **settings)
+
+    monkeypatch.setattr(target, "states", astray)
+    with pytest.raises(ValueError, match=r"rows of different lengths .*relative error 0\.\d+"):
+        check_ragged(target)

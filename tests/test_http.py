@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,11 +27,13 @@ from data.chat import Renderer
 from drafters import checkpoint
 from drafters.types import Example
 from serve import tasks
-from serve.engine import Answer, Engine, Request, Round, Scored
+from serve.costs import Costs, Table
+from serve.engine import Answer, Engine, Request, Round
 from serve.http import create_app, listen
-from serve.law import Sampling
+from serve.law import Sampling, Scored
 from serve.protocol import ChatRequest, CompletionRequest, Refusal
 from serve.reply import ChatForm, CompletionForm, usage
+from serve.schedule import Schedule
 from serve.settings import HttpConfig
 from serve.worker import Piece
 from tests import tiny
@@ -110,13 +114,22 @@ class Served:
 
 
 @contextmanager
-def serving(target, drafter=None, template: str | None = None, **chosen) -> Iterator[Served]:
+def serving(
+    target, drafter=None, template: str | None = None, schedule: Schedule | None = None, **chosen
+) -> Iterator[Served]:
     config = HttpConfig(**{"slots": 4, "queue": 12, "context": 200, "max_tokens": 16, **chosen})
     served = Served()
     served.gate.set()
 
     def build() -> Engine:
-        engine = Paced(target, drafter, slots=config.slots, capacity=config.context, served=served)
+        engine = Paced(
+            target,
+            drafter,
+            slots=config.slots,
+            capacity=config.context,
+            schedule=schedule,
+            served=served,
+        )
         served.engines.append(engine)
         return engine
 
@@ -700,6 +713,13 @@ def test_only_v1_asks_for_the_key(target, monkeypatch, by_environment):
         assert httpx.get(served.url + "/health").status_code == 200
 
 
+def test_nothing_is_loaded_from_elsewhere_to_read_about_the_api(served):
+    """Pages of documentation would fetch scripts from a content network; the schema is plain JSON."""
+    for path in ("/docs", "/redoc"):
+        assert httpx.get(served.url + path).status_code == 404
+    assert "/v1/chat/completions" in httpx.get(served.url + "/openapi.json").json()["paths"]
+
+
 def test_a_long_body_is_refused_by_its_length_or_while_it_comes(target):
     with serving(target, max_body_bytes=1000) as served:
         url, sent = served.url + "/v1/completions", []
@@ -850,6 +870,37 @@ def test_a_fault_in_the_middle_of_a_stream_is_an_event(target):
         assert served.chat().status_code == 200
 
 
+def test_a_failed_engine_gives_its_memory_back_before_there_is_another(target, monkeypatch):
+    """Tensors of its cache, and those that the failed step itself held."""
+    held: list[weakref.ref] = []
+    alive_at_build: list[list] = []
+    usual = Engine.__init__
+
+    def building(self, *arguments, **settings) -> None:
+        alive_at_build.append([each() for each in held if each() is not None])
+        usual(self, *arguments, **settings)
+
+    def failing(self) -> list[Answer]:
+        states = self.cache.layers[0].keys + 1
+        held.extend(map(weakref.ref, [states, self.cache.layers[0].keys, self.cache.layers[-1].values]))
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Engine, "__init__", building)
+    monkeypatch.setattr(logging.getLogger("serve.worker"), "propagate", False)  # pytest keeps tracebacks
+    with serving(target) as served:
+        served.one_step = True
+        with streaming(served) as lines:
+            with monkeypatch.context() as patch:
+                patch.setattr(Engine, "step", failing)
+                served.gate.set()
+                *_, last = lines
+            assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+        served.release()
+        assert served.chat().status_code == 200
+    assert alive_at_build == [[], []]
+    assert len(held) == 3
+
+
 def test_an_engine_that_cannot_be_made_again_ends_the_service_and_not_in_silence(target, caplog):
     with serving(target) as served:
         served.faults.append(RuntimeError("broken"))
@@ -905,10 +956,28 @@ def test_metrics_have_vllms_names_and_agree_with_the_usage(target, drafter):
     assert sum(by_position) == total("accepted")
     assert by_position == sorted(by_position, reverse=True)
     assert found["vllm:time_to_first_token_seconds_count"] == 3
-    assert found["vllm:time_per_output_token_seconds_count"] == tokens - 3
+    assert found["vllm:inter_token_latency_seconds_count"] == total("rounds"), "one an output, as in vLLM"
+    assert found["vllm:request_time_per_output_token_seconds_count"] == 3
+    longest = found["vllm:e2e_request_latency_seconds_sum"]
+    assert 0 < found["vllm:request_time_per_output_token_seconds_sum"] < longest
+    assert 0 < found["vllm:inter_token_latency_seconds_sum"] < longest
     assert found["vllm:e2e_request_latency_seconds_count"] == 3
     assert found["vllm:request_success_total"] == 3
     assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
+
+
+def test_a_schedule_shows_what_it_does(target, drafter):
+    with serving(target, drafter) as served:
+        assert not any(name.startswith("foredraft:") for name in served.metrics())
+    cheap = Costs(Table((1,), (1, 5), ((1.0, 1.3),)), Table((1,), (1,), ((1e-3,),)))
+    schedule = Schedule(cheap, 4)
+    with serving(target, drafter, schedule=schedule) as served:
+        served.chat(max_tokens=20)
+        found = served.metrics()
+    summary = schedule.summary
+    assert found["foredraft:schedule_drafts"] == summary.drafts
+    assert found["foredraft:schedule_plain_share"] == summary.plain_share
+    assert found["foredraft:schedule_verified_drafts"] == summary.verified > 0
 
 
 def test_rounds_without_drafts_are_no_drafts(target):

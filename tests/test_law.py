@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from serve.law import Sampling, adjusted, law
+from serve.law import Sampling, _chosen, adjusted, choose, law, laws, uniforms
 
 V = 12
 LOGITS_JV = torch.randn(4, V, generator=torch.Generator().manual_seed(0)) * 3
@@ -246,6 +246,52 @@ def test_only_truncated_rows_are_sorted(sampling, sorts, monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, counted)
     law_of(sampling)
     assert heard == sorts
+
+
+# Many requests ----------------------------------------------------------------------------------------
+
+ALL = [
+    Sampling(seed=3),
+    Sampling(1.0, seed=4),
+    Sampling(0.7, seed=3),
+    Sampling(1.7, top_k=7, seed=5),
+    Sampling(0.9, top_p=0.6, seed=6),
+    Sampling(1.2, min_p=0.1, seed=7),
+    Sampling(2.5, top_k=40, top_p=0.9, min_p=0.01, seed=8),
+    Sampling(0.0, top_p=0.5),
+]
+MANY = [
+    torch.randn(1 + at % 3, 300, generator=torch.Generator().manual_seed(at)) * 4 for at in range(len(ALL))
+]
+
+
+def test_the_law_of_a_row_is_the_same_bits_beside_any_others():
+    each = [sampling for sampling, logits_JV in zip(ALL, MANY, strict=True) for _ in logits_JV]
+    alone = [law(logits_JV, sampling) for sampling, logits_JV in zip(ALL, MANY, strict=True)]
+    assert torch.equal(laws(torch.cat(MANY), each), torch.cat(alone))
+
+
+@pytest.mark.parametrize("at_once", [choose, _chosen])
+def test_requests_draw_what_each_would_alone_by_the_uniforms_of_its_positions(at_once):
+    positions = list(range(20, 20 + len(ALL)))
+    want = []
+    for sampling, logits_JV, position in zip(ALL, MANY, positions, strict=True):
+        cumulative_JV = law(logits_JV, sampling).double().cumsum(-1)
+        below = [uniforms(sampling.seed, "next", position + j, 1)[0] for j in range(len(logits_JV))]
+        pairs = zip(cumulative_JV.tolist(), below, strict=True)
+        want.append([sum(each <= u * row[-1] for each in row) for row, u in pairs])
+    assert at_once(MANY, ALL, positions) == want
+    assert want[0] == MANY[0].argmax(-1).tolist()
+
+
+def test_a_nucleus_is_the_same_whether_rare_tokens_are_sorted_or_not():
+    """300 tokens, peaked: most of them are rarer than what the cut needs to look at."""
+    for top_p in (0.05, 0.5, 0.9, 0.999, 1 - 1e-12):
+        laws_JV = law(torch.cat(MANY), Sampling(1.0))
+        sorted_JV, order_JV = laws_JV.sort(dim=-1, descending=True, stable=True)
+        kept_JV = sorted_JV * (sorted_JV.cumsum(-1) - sorted_JV < top_p)
+        want_JV = torch.zeros_like(laws_JV).scatter_(1, order_JV, kept_JV)
+        assert torch.equal(law(torch.cat(MANY), Sampling(1.0, top_p=top_p)), want_JV / want_JV.sum(-1, True))
 
 
 BAD = {

@@ -19,6 +19,7 @@ from serve import tasks
 from serve.answer import ServeConfig, Timed, best_drafts, capacity_for, decode, drafts_for, round_seconds
 from serve.engine import Answer, Engine, Request
 from serve.law import Sampling
+from serve.text import Text
 from tests import tiny
 from tests.commands import CPU, command, refusal
 
@@ -56,7 +57,7 @@ def asked(workshop, directory, tmp_path, monkeypatch):
 def spoken(target, text: str, num: int = 24) -> str:
     """What plain greedy decoding answers, by the plainest loop there is."""
     ids = tiny.greedy(target, prompt_ids(target, text), num)
-    return target.tokenizer.decode([i for i in ids if i not in target.stop_ids])
+    return target.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 # Prompts --------------------------------------------------------------------------------------------
@@ -89,16 +90,14 @@ def test_a_prompt_comes_from_standard_input(asked, target, monkeypatch, capsys):
 
 
 def test_the_answer_is_printed_as_it_grows_and_whole_characters_only(target, capsys):
-    hear = tasks._printer(target)
-    answer = Answer(Request([1], 9))
+    hear = tasks._printer()
+    answer = Answer(Request([1], 9, text=True), text=Text(target.tokenizer.decode))
     shown = []
-    for ids in (target.tokenizer("a日", add_special_tokens=False)["input_ids"], [target.stop_ids[0]]):
-        for token in ids:
-            answer.tokens.append(token)
-            answer.finish = "stop" if token in target.stop_ids else None
-            hear(answer, [token])
-            shown.append(capsys.readouterr().out)
-    assert shown == ["a", "", "", "日", ""]
+    for token in target.tokenizer("a日b", add_special_tokens=False)["input_ids"]:
+        answer.text.feed(token)
+        hear(answer, [token])
+        shown.append(capsys.readouterr().out)
+    assert shown == ["a", "", "", "日", "b"]
 
 
 def test_a_template_of_the_recipe_renders_the_prompt(asked, target, tmp_path, capsys):
@@ -110,7 +109,7 @@ def test_a_template_of_the_recipe_renders_the_prompt(asked, target, tmp_path, ca
     assert command("serve", *given) == 0
     prompt = prompt_ids(target, "hello")
     ids = tiny.greedy(target, target.tokenizer("glad", add_special_tokens=False)["input_ids"] + prompt, 24)
-    text = target.tokenizer.decode([i for i in ids if i not in target.stop_ids])
+    text = target.tokenizer.decode(ids, skip_special_tokens=True)
     assert capsys.readouterr().out.startswith(text + "\n\n")
     message = refusal(capsys, "serve", *given[:-1], "prompt=no")
     assert "the chat template refuses it: never" in message

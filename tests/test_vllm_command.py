@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from drafters import checkpoint
 from drafters.target import HardwareConfig, load
 from recipes.schema import Run
 from serve.answer import ServeConfig
+from serve.ngram import NgramConfig
+from serve.settings import HttpConfig
+from serve.suffix import SuffixConfig
 from serve.vllm import VllmConfig, command
 from tests import tiny
 from tests.commands import CPU, refusal
@@ -66,6 +70,7 @@ def test_the_words_for_a_drafter(run, workshop, directory):
     assert option(words, "--port") == "8123"
     assert option(words, "--served-model-name") == run.target
     assert option(words, "--dtype") == "float32"  # what the drafter was trained under
+    assert option(words, "--max-num-seqs") == "8"
     assert option(words, "--max-model-len") is None
     found = checkpoint.read_config(directory)
     assert json.loads(option(words, "--speculative-config")) == {
@@ -76,11 +81,15 @@ def test_the_words_for_a_drafter(run, workshop, directory):
 
 
 def test_settings_become_arguments_and_given_ones_win(run):
-    more = VllmConfig(python="env/bin/python", context=4096, args=["--port", "9", "--enforce-eager"])
+    more = VllmConfig(python="env/bin/python", args=["--port", "9", "--enforce-eager"])
+    web = HttpConfig(host="0.0.0.0", model="mine", slots=3, context=99)
     hardware = HardwareConfig(dtype="bfloat16", trust_remote_code=True)
-    words = command(replace(run, vllm=more, hardware=hardware, serve=ServeConfig(n=2)), rocm=False)
+    words = command(replace(run, vllm=more, http=web, hardware=hardware, serve=ServeConfig(n=2)), rocm=False)
     assert words[:4] == ["env/bin/python", "-m", "vllm.entrypoints.cli.main", "serve"]
-    assert option(words, "--max-model-len") == "4096"
+    assert option(words, "--host") == "0.0.0.0"
+    assert option(words, "--served-model-name") == "mine"
+    assert option(words, "--max-num-seqs") == "3"
+    assert option(words, "--max-model-len") == "99"
     assert option(words, "--dtype") == "bfloat16"
     assert "--trust-remote-code" in words
     assert words[-3:] == ["--port", "9", "--enforce-eager"]
@@ -96,15 +105,48 @@ def test_a_drafter_on_rocm_gets_an_attention_backend_of_its_own(run):
 @pytest.mark.parametrize(
     ("proposer", "n", "want"),
     [
-        ("ngram", None, {"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 1}),
-        ("ngram", 6, {"num_speculative_tokens": 6, "prompt_lookup_max": 4, "prompt_lookup_min": 1}),
-        ("suffix", None, {"num_speculative_tokens": 8}),
+        ("ngram", None, {"num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}),
+        ("ngram", 6, {"num_speculative_tokens": 6, "prompt_lookup_max": 4, "prompt_lookup_min": 2}),
+        (
+            "suffix",
+            None,
+            {
+                "num_speculative_tokens": 16,
+                "suffix_decoding_max_tree_depth": 48,
+                "suffix_decoding_max_spec_factor": 2.0,
+                "suffix_decoding_min_token_prob": 0.1,
+            },
+        ),
     ],
 )
-def test_proposers_without_training_are_vllms_own(run, proposer, n, want):
+def test_proposers_without_training_are_vllms_own_with_our_defaults(run, proposer, n, want):
     run = replace(run, proposer=proposer, serve=ServeConfig(n=n))
     for drafter in (run.drafter, None):  # a drafter that is not asked, as in our own engine
         assert speculative(replace(run, drafter=drafter)) == {"method": proposer, **want}
+
+
+def test_every_setting_of_a_lookup_is_told(run):
+    ngram = NgramConfig(shortest=3, longest=5, max_drafts=7)
+    assert speculative(replace(run, proposer="ngram", serve=ServeConfig(ngram=ngram))) == {
+        "method": "ngram",
+        "num_speculative_tokens": 7,
+        "prompt_lookup_max": 5,
+        "prompt_lookup_min": 3,
+    }
+    suffix = SuffixConfig(max_drafts=5, factor=1.5, min_probability=0.3, max_match=9, past=False)
+    assert speculative(replace(run, proposer="suffix", serve=ServeConfig(suffix=suffix))) == {
+        "method": "suffix",
+        "num_speculative_tokens": 5,
+        "suffix_decoding_max_tree_depth": 14,
+        "suffix_decoding_max_spec_factor": 1.5,
+        "suffix_decoding_min_token_prob": 0.3,
+        "suffix_decoding_max_cached_requests": 0,
+    }
+
+
+def test_a_context_beyond_the_targets_is_the_targets(run):
+    words = command(replace(run, http=HttpConfig(context=10_000)), rocm=False)
+    assert option(words, "--max-model-len") == "512"
 
 
 def test_the_drafter_may_be_asked_for_by_its_method(run):
@@ -136,6 +178,14 @@ def test_the_embedded_target_is_named_by_its_directory(run, monkeypatch, worksho
         ({"prompt": "hello"}, "leave prompt and prompt_file out"),
         ({"drafter": "/nowhere"}, "drafter=/nowhere: no drafter directory"),
         ({"target": "/nowhere"}, "target=/nowhere: no model directory"),
+        ({"http": HttpConfig(queue=3)}, r"http\.queue=3: vLLM has no such setting; .*vllm\.args"),
+        ({"http": HttpConfig(max_tokens=9)}, r"http\.max_tokens=9"),
+        ({"http": HttpConfig(max_body_bytes=9)}, r"http\.max_body_bytes=9"),
+        ({"http": HttpConfig(grace_seconds=9)}, r"http\.grace_seconds=9"),
+        (
+            {"proposer": "suffix", "serve": ServeConfig(suffix=SuffixConfig(memory=9))},
+            r"serve\.suffix\.memory=9",
+        ),
     ],
 )
 def test_what_vllm_cannot_do_is_refused(run, changed, message):
@@ -167,12 +217,6 @@ def test_a_config_without_the_number_of_drafts_is_refused(run, tmp_path):
         command(noted(run, tmp_path, speculators_config=None), rocm=False)
 
 
-@pytest.mark.parametrize("context", [1, 0, -4])
-def test_a_context_without_room_is_refused(context):
-    with pytest.raises(ValueError, match=rf"vllm\.context={context}"):
-        VllmConfig(context=context)
-
-
 # On the command line ----------------------------------------------------------------------------------
 
 
@@ -200,9 +244,43 @@ def test_the_process_becomes_vllm(asked, run, monkeypatch, tmp_path):
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(os, "execvp", lambda file, words: became.append((file, words)))
+    monkeypatch.setattr(os, "execvpe", lambda *become: became.append(become))
     assert python_m("serve", *asked) == 0
-    assert became == [("vllm", command(run, rocm=torch.version.hip is not None))]
+    assert became == [("vllm", command(run, rocm=torch.version.hip is not None), dict(os.environ))]
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_the_key_goes_by_the_environment_and_is_printed_nowhere(
+    asked, monkeypatch, tmp_path, capfd, by_environment
+):
+    """A real program takes the place of a child process, and sees the key and its own words."""
+    program = tmp_path / "vllm"
+    program.write_text('#!/bin/sh\necho "key: $VLLM_API_KEY"\necho "words: $*"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if by_environment:
+        monkeypatch.setenv("FOREDRAFT_API_KEY", "secret")
+    given = [] if by_environment else ["http.api_key=secret"]
+    monkeypatch.setattr(
+        os,
+        "execvpe",
+        lambda file, words, environment: subprocess.run(words, env=environment, check=True),
+    )
+    assert python_m("serve", *asked, *given) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith("key: secret\nwords: serve ")
+    assert (out + err).count("secret") == 1
+    assert python_m("serve", *asked, *given, "task=command") == 0
+    printed = capfd.readouterr().out
+    assert "secret" not in printed
+    monkeypatch.setenv("FOREDRAFT_API_KEY", "mine")
+    ran = subprocess.run(printed, shell=True, capture_output=True, text=True)
+    assert ran.stdout.startswith("key: mine\nwords: serve ")
+    monkeypatch.delenv("FOREDRAFT_API_KEY")  # a shell without the key starts no open server
+    ran = subprocess.run(printed, shell=True, capture_output=True, text=True)
+    assert ran.returncode != 0
+    assert ran.stdout == ""
 
 
 def test_without_vllm_the_way_to_install_it_is_said(asked, capsys, monkeypatch, tmp_path):
