@@ -109,14 +109,16 @@ class CombinedState:
 class Combined:
     """Drafts of ``first`` for rows where it has enough of them, else of ``second``.
 
-    Enough are ``trust`` drafts, or all that were asked for. All drafts are point masses; they come with
-    confidences where both proposers have them.
+    Enough are ``trust`` drafts, or all that ``first`` ever makes, however few are asked for: it is asked for
+    so many all the same. All drafts are point masses; they come with confidences where both proposers have
+    them.
     """
 
     def __init__(self, first: Lookup, second: Drafter, trust: int, n: int | None = None) -> None:
         self.first, self.second, self.trust = first, second, trust
         self.n = second.max_drafts if n is None else min(n, second.max_drafts)
         self.layer_ids = second.layer_ids
+        self.enough = min(trust, first.max_drafts)
         self.max_drafts = max(first.max_drafts, self.n)
         self.has_confidence = first.has_confidence and second.has_confidence
 
@@ -133,13 +135,22 @@ class Combined:
 
     def propose(self, state: CombinedState, rows: range, anchors_B: Tensor, n: int) -> Proposal:
         """Up to ``n`` drafts a row; those of ``second`` are its own N at most."""
-        cheap = self.first.propose(state.first, rows, anchors_B, n)
-        wanted = min(self.trust, n, self.first.max_drafts)
-        enough = [num >= wanted for num in _lengths(cheap)]
+        cheap = self.first.propose(state.first, rows, anchors_B, max(n, self.enough))
+        enough = [num >= self.enough for num in _lengths(cheap)]
         if all(enough) or self.n == 0:
-            return cheap if self.has_confidence else Proposal(cheap.tokens_BK, lengths=cheap.lengths)
+            return self._cut(cheap, n)
         costly = self.second.propose(state.second, rows, anchors_B, min(n, self.n))
-        return chosen(enough, cheap, costly, self.has_confidence)
+        return self._cut(chosen(enough, cheap, costly, self.has_confidence), n)
+
+    def _cut(self, proposal: Proposal, n: int) -> Proposal:
+        """The first ``n`` drafts of each row."""
+        confidence_BK = proposal.confidence_BK if self.has_confidence else None
+        return Proposal(
+            proposal.tokens_BK[:, :n],
+            None,
+            None if confidence_BK is None else confidence_BK[:, :n],
+            [min(num, n) for num in _lengths(proposal)],
+        )
 
 
 def chosen(first: list[bool], one: Proposal, other: Proposal, with_confidence: bool) -> Proposal:

@@ -134,7 +134,9 @@ class Fixed:
 
     def propose(self, state, rows: range, anchors_B, n: int) -> Proposal:
         self.asked.append(n)
-        return self.proposal
+        tokens_BK, sure_BK = (each[:, :n] for each in (self.proposal.tokens_BK, self.proposal.confidence_BK))
+        lengths = self.proposal.lengths and [min(num, n) for num in self.proposal.lengths]
+        return Proposal(tokens_BK, None, sure_BK, lengths)
 
 
 def fixed(lengths: list[int] | None, first: int, most: int, rows: int = 3, **settings) -> Fixed:
@@ -155,15 +157,32 @@ def test_a_row_with_too_few_cheap_drafts_takes_the_trained_ones():
 
 @pytest.mark.parametrize(
     ("lengths", "n", "is_asked"),
-    [([4, 4, 3], 4, False), ([4, 4, 2], 4, True), ([2, 2, 2], 2, False), ([2, 2, 1], 2, True)],
+    [([4, 4, 3], 4, False), ([4, 4, 2], 4, True), ([3, 3, 3], 3, False), ([3, 3, 2], 3, True)],
 )
 def test_the_trained_drafter_rests_while_every_row_has_enough(lengths, n, is_asked):
-    cheap, costly = fixed(lengths, 0, max(lengths)), fixed(None, 50, 3)
+    cheap, costly = fixed(lengths, 0, 4), fixed(None, 50, 3)
     combined = Combined(cheap, costly, trust=3)
     proposal = combined.propose(combined.begin(3, 64), range(3), torch.zeros(3).long(), n)
     assert bool(costly.asked) == is_asked
     if not is_asked:
-        assert (proposal.lengths, proposal.tokens_BK.tolist()) == (lengths, cheap.proposal.tokens_BK.tolist())
+        drafts = cheap.proposal.tokens_BK[:, :n].tolist()
+        assert (proposal.lengths, proposal.tokens_BK.tolist()) == (lengths, drafts)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_short_match_is_not_enough_because_few_drafts_are_asked_for(n):
+    cheap, costly = fixed([2, 3, 4], 0, 4), fixed(None, 50, 3)
+    combined = Combined(cheap, costly, trust=3)
+    proposal = combined.propose(combined.begin(3, 64), range(3), torch.zeros(3).long(), n)
+    assert proposal.tokens_BK.tolist() == [row[:n] for row in ([50, 51], [4, 5], [8, 9])]
+    assert torch.equal(proposal.confidence_BK, proposal.tokens_BK / 100)
+    assert proposal.lengths == [n, n, n]
+    assert (cheap.asked, costly.asked) == ([3], [n]), "only what is needed to know whether there is enough"
+    cheap.proposal = fixed([3, 3, 4], 0, 4).proposal
+    rested = combined.propose(combined.begin(3, 64), range(3), torch.zeros(3).long(), n)
+    assert rested.tokens_BK.tolist() == [row[:n] for row in ([0, 1], [4, 5], [8, 9])]
+    assert rested.lengths == [n, n, n]
+    assert len(costly.asked) == 1
 
 
 def test_a_lookup_of_few_drafts_is_trusted_with_all_it_can_make():
