@@ -31,7 +31,9 @@ class ProposerConfig:
     ngram: NgramConfig = field(default_factory=NgramConfig)
     suffix: SuffixConfig = field(default_factory=SuffixConfig)
     trust: int = 4  # drafts of a row, below which a combination takes the trained drafter's
-    n: int | None = None  # drafts a round of the trained drafter; None: what measured costs ask for
+    # Drafts a round; None: what measured costs ask for. In a combination those of the trained drafter, 0 for
+    # the lookup alone.
+    n: int | None = None
 
     def __post_init__(self) -> None:
         if self.trust < 1:
@@ -57,8 +59,8 @@ def build(name: str | None, drafter: Drafter | None, config: ProposerConfig) -> 
 
 
 def drafts_asked(proposer: Proposer | None, n: int | None) -> int | None:
-    """``num_drafts`` of an engine: ``n`` of a trained drafter alone; the others keep their own bounds."""
-    return n if isinstance(proposer, Drafter) else None
+    """``num_drafts`` of an engine: ``n``, but for a combination, where it bounds the trained drafter."""
+    return None if isinstance(proposer, Combined) else n
 
 
 def known_names() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from drafters.types import Proposal
 from serve.engine import Engine, Request
 from serve.law import Sampling
 from serve.ngram import Ngram, NgramConfig
-from serve.proposers import Combined, ProposerConfig, build, chosen, known_names
+from serve.proposers import Combined, ProposerConfig, build, chosen, drafts_asked, known_names
 from serve.suffix import Suffix, SuffixConfig
 from tests import tiny
 
@@ -245,6 +245,32 @@ def test_a_drafter_that_was_not_asked_for_rounds_drafts_as_if_it_had_been(target
 
 
 # Through the engine ---------------------------------------------------------------------------------------
+# How many -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix", "dflash"])
+def test_n_fixes_the_drafts_of_every_proposer(target, asked, name):
+    for n in (0, 2):
+        proposer = proposer_of(name, target)
+        answers = [*Engine(target, proposer, drafts_asked(proposer, n), capacity=72).run(asked)]
+        assert max(done.drafted for answer in answers for done in answer.rounds) == n
+    with pytest.raises(ValueError, match=r"n=7: .* at most"):
+        Engine(target, proposer, drafts_asked(proposer, 7), capacity=72)
+    assert Engine(target, proposer, drafts_asked(proposer, None), capacity=72).num_drafts == {
+        "ngram": 5, "suffix": 6, "dflash": 4
+    }[name]  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_n_of_a_combination_is_that_of_its_trained_drafter(target, asked, n):
+    drafter = drafter_of("dflash", target)
+    proposer = build("ngram+dflash", drafter, replace(CONFIG, n=n))
+    engine = Engine(target, proposer, drafts_asked(proposer, n), capacity=72)
+    rounds = [done.drafted for answer in engine.run(asked) for done in answer.rounds]
+    assert max(rounds) == 5, "those of the lookup"
+    assert {num for num in rounds if num < 5} >= {n}
+
+
 
 NAMES = [
     "ngram",
