@@ -118,9 +118,9 @@ class Combined:
 
     def __init__(self, first: Lookup, second: Drafter, trust: int, n: int | None = None) -> None:
         self.first, self.second, self.trust = first, second, trust
+        self.enough = min(trust, first.max_drafts)
         self.n = second.max_drafts if n is None else min(n, second.max_drafts)
         self.layer_ids = second.layer_ids
-        self.enough = min(trust, first.max_drafts)
         self.max_drafts = max(first.max_drafts, self.n)
         self.has_confidence = first.has_confidence and second.has_confidence
 
@@ -134,6 +134,11 @@ class Combined:
         """Both extend their slots, whosever the drafts were."""
         self.first.advance(state.first, rows, states, tokens_BJ, kept)
         self.second.advance(state.second, rows, states, tokens_BJ, kept)
+
+    def answering(self, state: CombinedState, slot: int) -> None:
+        """Both hear where an answer begins."""
+        self.first.answering(state.first, slot)
+        self.second.answering(state.second, slot)
 
     def propose(self, state: CombinedState, rows: range, anchors_B: Tensor, n: int) -> Proposal:
         """Up to ``n`` drafts a row; those of ``second`` are its own N at most."""

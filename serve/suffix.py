@@ -234,16 +234,17 @@ class SuffixHistory:
     def __init__(self, config: SuffixConfig, past: PastAnswers | None) -> None:
         self.config, self.past = config, past
         self.tree = SuffixTree(config.depth)
-        self.prompt: int | None = None  # its length: known once drafts are asked for
+        self.prompt: int | None = None  # its length, once it is complete
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
             self.tree.append(token)
 
+    def answering(self) -> None:
+        self.prompt = len(self.tree.text)
+
     def drafts(self, anchor: int, n: int) -> tuple[list[int], list[float]]:
         """Drafts after the longest match, and the share of each among what followed there."""
-        if self.prompt is None:
-            self.prompt = len(self.tree.text)
         config = self.config
         context = [*self.tree.text[max(0, len(self.tree.text) - config.max_match + 1) :], anchor]
         trees = [self.tree] if self.past is None else [self.tree, self.past.tree]
@@ -253,7 +254,7 @@ class SuffixHistory:
         return tree.follow(node, offset, limit, config.min_probability)
 
     def close(self) -> None:
-        """What was answered since drafts were first asked for joins the past answers."""
+        """The answer joins the past ones."""
         if self.past is not None and self.prompt is not None and self.prompt < len(self.tree.text):
             self.past.add(self.tree.text[self.prompt :])
 

@@ -16,6 +16,7 @@ from serve.ngram import Ngram, NgramConfig
 from serve.proposers import Combined, ProposerConfig, build, chosen, drafts_asked, known_names
 from serve.suffix import Suffix, SuffixConfig
 from tests import tiny
+from tests.standins import Chance
 
 CONFIG = ProposerConfig(
     NgramConfig(shortest=1, max_drafts=5), SuffixConfig(max_drafts=6, max_match=8, memory=60), trust=3
@@ -244,7 +245,6 @@ def test_a_drafter_that_was_not_asked_for_rounds_drafts_as_if_it_had_been(target
     assert len(set(one.tokens_BK.flatten().tolist())) > 1
 
 
-# Through the engine ---------------------------------------------------------------------------------------
 # How many -----------------------------------------------------------------------------------------------
 
 
@@ -271,6 +271,7 @@ def test_n_of_a_combination_is_that_of_its_trained_drafter(target, asked, n):
     assert {num for num in rounds if num < 5} >= {n}
 
 
+# Through the engine ---------------------------------------------------------------------------------------
 
 NAMES = [
     "ngram",
@@ -328,18 +329,26 @@ def test_an_answer_that_was_given_before_is_copied(target, asked, wanted):
     assert rounds[True][1] < rounds[True][0]
 
 
-def test_only_answers_are_remembered_and_their_end_is_where_they_ended(target, asked, wanted):
-    engine = Engine(target, build("suffix", None, CONFIG), 4, slots=1, capacity=72, chunk=7)
-    for request in asked:
-        past = engine.state.histories[0].past
-        before = len(past.texts)
-        (answer,) = engine.run([request])
-        if not answer.rounds:
-            assert len(past.texts) == before
-            continue
-        newest = past.texts[-1]
-        num = len(answer.tokens) - 1  # the target has not processed the last one
-        assert newest[:num] == wanted[request.name][:num]
+class Plainly(Chance):
+    """Asks for drafts in no round."""
+
+    def drafts(self, rows: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("drafting", [True, False])
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("name", ["suffix", "suffix+dflash"])
+def test_answers_and_no_prompts_are_remembered_drafted_or_not(target, asked, wanted, name, slots, drafting):
+    """All that the target has processed: an answer without its last token."""
+    config = replace(CONFIG, suffix=replace(CONFIG.suffix, memory=1000))
+    proposer = build(name, drafter_of("dflash", target), config)
+    schedule = None if drafting else Plainly(0)
+    engine = Engine(target, proposer, slots=slots, capacity=72, chunk=7, schedule=schedule)
+    done = [answer.request.name for answer in engine.run(asked)]
+    state = engine.state if name == "suffix" else engine.state.first
+    found = [text[:-1] for text in state.histories[0].past.texts]
+    assert sorted(found) == sorted(wanted[each][:-1] for each in done if len(wanted[each]) > 1)
 
 
 def test_an_aborted_request_leaves_its_slot_to_the_next(target, asked, wanted):

@@ -190,13 +190,13 @@ def test_lengths_and_confidences_are_those_of_each_row():
 
 
 def say(proposer: Suffix, state, slot: int, prompt: list[int], answer: list[int]) -> None:
-    """A request in a slot: its prompt in chunks of two, then its answer, a token a round."""
+    """A request in a slot: its prompt in chunks of two, then its answer, a token a plain round."""
     row = range(slot, slot + 1)
     for at in range(0, len(prompt), 2):
         chunk = prompt[at : at + 2]
         proposer.advance(state, row, None, torch.tensor([chunk]), [len(chunk)])
+    proposer.answering(state, slot)
     for token in answer:
-        proposer.propose(state, row, torch.tensor([token]), 3)
         proposer.advance(state, row, None, torch.tensor([[token]]), [1])
 
 
@@ -210,6 +210,8 @@ def test_answers_join_the_past_when_their_request_leaves_and_prompts_do_not():
     assert [list(text) for text in past.texts] == [[11, 12, 13, -1]]
     say(proposer, state, 1, [21, 22, 23], [])  # aborted before its first round
     state.move(1, 0)
+    state.drop([0])
+    proposer.advance(state, range(1), None, torch.tensor([[21, 22]]), [2])  # and within its prompt
     state.drop([0])
     assert len(past.texts) == 1
     assert proposer.propose(state, range(1), torch.tensor([11]), 2).tokens_BK.tolist() == [[12, 13]]
