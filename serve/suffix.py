@@ -75,7 +75,10 @@ class Node:
     start: int
     length: int
     count: int = 1
-    children: dict[int, Node] = field(default_factory=dict)
+    children: dict[int, Node] = field(default_factory=lambda: NO_CHILDREN)
+
+
+NO_CHILDREN: dict[int, Node] = {}  # of all leaves; most nodes are, and a garbage collector looks at them all
 
 
 class SuffixTree:
@@ -108,6 +111,8 @@ class SuffixTree:
             if offset == node.length:
                 child = node.children.get(token)
                 if child is None:
+                    if node.children is NO_CHILDREN:
+                        node.children = {}
                     node.children[token] = Node(self.text, at, self.depth - length)
                     continue
                 child.count += 1

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.suffix import (
+    NO_CHILDREN,
     Acceptance,
     Node,
     PastAnswers,
@@ -305,6 +306,10 @@ def test_thousands_of_answers_stay_within_the_memory():
     assert past.num_tokens > 100
     found = nodes(past.tree)
     assert len(found) <= 2 * 200
+    assert not NO_CHILDREN
+    leaves = [node for node in found if not node.children]
+    assert {id(node.children) for node in leaves} == {id(NO_CHILDREN)}
+    assert len(leaves) > len(found) / 2
     assert {id(node.text) for node in found} <= {id(text) for text in past.texts}
     check(past.tree, [*past.texts], [7, 7, 7], 9)
 
