@@ -169,6 +169,12 @@ class Drafter(nn.Module):
         """Extend slots ``rows`` by the first ``kept[i]`` true states of each. Nothing self-made is kept."""
         raise NotImplementedError
 
+    def answering(self, state: Any, slot: int) -> None:
+        """The prompt of a slot is complete; what ``advance`` brings from now on is its answer.
+
+        Drafters have no use for it; proposers that remember answers do.
+        """
+
     def propose(
         self, state: Any, rows: range, anchors_B: Tensor, n: int, uniforms_BK: Tensor | None = None
     ) -> Proposal:

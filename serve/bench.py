@@ -26,7 +26,7 @@ from serve.engine import Engine, Proposer, Request
 from serve.law import Sampling
 from serve.load import Cell, Measured, closed_loop
 from serve.prompts import Prompts, built_in, read_prompts
-from serve.proposers import build, drafts_asked
+from serve.proposers import UNTRAINED, build, drafts_asked
 from serve.speeds import PLAIN, draw, summarise, table
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ def measure(
     prompts: Mapping[str, Sequence[list[int]]],
     config: BenchConfig,
     *,
-    n: int | None = None,
+    n: Mapping[str, int | None] | None = None,
     seed: int = 0,
 ) -> Iterator[tuple[Cell, str, Measured]]:
     """Every cell with every proposer, ``repeats`` times, in a shuffled order.
 
     ``proposers`` make a new proposer each: what one measurement taught it, the next must not know. ``n`` are
-    the drafts of a round of a trained drafter; ``None``: its most.
+    the drafts of a round by proposer; ``None``: its most.
     """
     cells = [Cell(*each) for each in product(prompts, config.temperatures, config.concurrency)]
     jobs = [*product(cells, proposers)] * config.repeats
@@ -85,7 +85,8 @@ def measure(
                 Request(prompt, config.max_new_tokens, Sampling(cell.temperature, seed=seed + i))
                 for i, prompt in enumerate(prompts[cell.kind][: config.requests])
             ]
-            yield cell, name, _once(target, proposers[name](), n, requests, cell.concurrency, bar.update)
+            num = (n or {}).get(name)
+            yield cell, name, _once(target, proposers[name](), num, requests, cell.concurrency, bar.update)
 
 
 def _once(
@@ -120,9 +121,10 @@ def bench(run: Run) -> None:
     n = run.serve.n
     if drafter is not None and run.drafter is not None:
         n = n if n is not None else max(1, drafts_for(target, drafter, Path(run.drafter), None))
-    makers = {name: partial(build, name, drafter, replace(run.serve, n=n)) for name in names}
+    asked = {name: run.serve.n if name in UNTRAINED else n for name in names}
+    makers = {name: partial(build, name, drafter, replace(run.serve, n=asked[name])) for name in names}
     found: dict[tuple[Cell, str], Measured] = {}
-    for cell, name, measured in measure(target, makers, ids, config, n=n, seed=run.seed):
+    for cell, name, measured in measure(target, makers, ids, config, n=asked, seed=run.seed):
         whole = found.setdefault((cell, name), Measured())
         whole.heard += measured.heard
         whole.seconds += measured.seconds

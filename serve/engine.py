@@ -38,6 +38,8 @@ class Proposer(Protocol):
         self, state: Any, rows: range, states: States, tokens_BJ: Tensor, kept: list[int]
     ) -> None: ...
 
+    def answering(self, state: Any, slot: int) -> None: ...
+
     def propose(self, state: Any, rows: range, anchors_B: Tensor, n: int) -> Proposal: ...
 
 
@@ -271,6 +273,8 @@ class Engine:
             answer.prefilled += len(tokens)
             budget -= len(tokens)
             if answer.prefilled == len(prompt):
+                if self.proposer:
+                    self.proposer.answering(self.state, slot)
                 logits_1V = self.target.head(ran.last_PD[-1:])
                 (own,) = self._choose([answer], [logits_1V], [[]])
                 self._emit(answer, own, logits_1V)

@@ -23,6 +23,9 @@ class History(Protocol):
     def extend(self, tokens: list[int]) -> None:
         """Append tokens that the target has processed."""
 
+    def answering(self) -> None:
+        """The prompt is complete: what comes now is the answer."""
+
     def drafts(self, anchor: int, n: int) -> tuple[list[int], list[float]]:
         """Up to ``n`` drafts after the anchor, and the probability of each given those before it.
 
@@ -74,6 +77,10 @@ class Lookup:
         """Extend slots ``rows`` by the first ``kept[i]`` tokens of each."""
         for row, tokens, num in zip(rows, tokens_BJ.tolist(), kept, strict=True):
             state.histories[row].extend(tokens[:num])
+
+    def answering(self, state: LookupState, slot: int) -> None:
+        """The prompt of this slot is complete."""
+        state.histories[slot].answering()
 
     def propose(self, state: LookupState, rows: range, anchors_B: Tensor, n: int) -> Proposal:
         """At most ``n`` drafts a row, point masses; a row with nothing to copy has none."""

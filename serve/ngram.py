@@ -52,6 +52,9 @@ class NgramHistory:
             self.text.append(token)
             self.after.update(dict.fromkeys(ngrams, len(self.text)))
 
+    def answering(self) -> None:
+        """Prompt and answer are one text."""
+
     def drafts(self, anchor: int, n: int) -> tuple[list[int], list[float]]:
         """``n`` drafts, or none where no n-gram that ends in the anchor stood in the text before."""
         start = next((self.after[ngram] for ngram in self._ending_in(anchor) if ngram in self.after), None)

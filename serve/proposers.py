@@ -31,7 +31,9 @@ class ProposerConfig:
     ngram: NgramConfig = field(default_factory=NgramConfig)
     suffix: SuffixConfig = field(default_factory=SuffixConfig)
     trust: int = 4  # drafts of a row, below which a combination takes the trained drafter's
-    n: int | None = None  # drafts a round of the trained drafter; None: what measured costs ask for
+    # Drafts a round; None: what measured costs ask for. In a combination those of the trained drafter, 0 for
+    # the lookup alone.
+    n: int | None = None
 
     def __post_init__(self) -> None:
         if self.trust < 1:
@@ -57,8 +59,8 @@ def build(name: str | None, drafter: Drafter | None, config: ProposerConfig) -> 
 
 
 def drafts_asked(proposer: Proposer | None, n: int | None) -> int | None:
-    """``num_drafts`` of an engine: ``n`` of a trained drafter alone; the others keep their own bounds."""
-    return n if isinstance(proposer, Drafter) else None
+    """``num_drafts`` of an engine: ``n``, but for a combination, where it bounds the trained drafter."""
+    return None if isinstance(proposer, Combined) else n
 
 
 def known_names() -> list[str]:
@@ -109,12 +111,14 @@ class CombinedState:
 class Combined:
     """Drafts of ``first`` for rows where it has enough of them, else of ``second``.
 
-    Enough are ``trust`` drafts, or all that were asked for. All drafts are point masses; they come with
-    confidences where both proposers have them.
+    Enough are ``trust`` drafts, or all that ``first`` ever makes, however few are asked for: it is asked for
+    so many all the same. All drafts are point masses; they come with confidences where both proposers have
+    them.
     """
 
     def __init__(self, first: Lookup, second: Drafter, trust: int, n: int | None = None) -> None:
         self.first, self.second, self.trust = first, second, trust
+        self.enough = min(trust, first.max_drafts)
         self.n = second.max_drafts if n is None else min(n, second.max_drafts)
         self.layer_ids = second.layer_ids
         self.max_drafts = max(first.max_drafts, self.n)
@@ -131,15 +135,29 @@ class Combined:
         self.first.advance(state.first, rows, states, tokens_BJ, kept)
         self.second.advance(state.second, rows, states, tokens_BJ, kept)
 
+    def answering(self, state: CombinedState, slot: int) -> None:
+        """Both hear where an answer begins."""
+        self.first.answering(state.first, slot)
+        self.second.answering(state.second, slot)
+
     def propose(self, state: CombinedState, rows: range, anchors_B: Tensor, n: int) -> Proposal:
         """Up to ``n`` drafts a row; those of ``second`` are its own N at most."""
-        cheap = self.first.propose(state.first, rows, anchors_B, n)
-        wanted = min(self.trust, n, self.first.max_drafts)
-        enough = [num >= wanted for num in _lengths(cheap)]
+        cheap = self.first.propose(state.first, rows, anchors_B, max(n, self.enough))
+        enough = [num >= self.enough for num in _lengths(cheap)]
         if all(enough) or self.n == 0:
-            return cheap if self.has_confidence else Proposal(cheap.tokens_BK, lengths=cheap.lengths)
+            return self._cut(cheap, n)
         costly = self.second.propose(state.second, rows, anchors_B, min(n, self.n))
-        return chosen(enough, cheap, costly, self.has_confidence)
+        return self._cut(chosen(enough, cheap, costly, self.has_confidence), n)
+
+    def _cut(self, proposal: Proposal, n: int) -> Proposal:
+        """The first ``n`` drafts of each row."""
+        confidence_BK = proposal.confidence_BK if self.has_confidence else None
+        return Proposal(
+            proposal.tokens_BK[:, :n],
+            None,
+            None if confidence_BK is None else confidence_BK[:, :n],
+            [min(num, n) for num in _lengths(proposal)],
+        )
 
 
 def chosen(first: list[bool], one: Proposal, other: Proposal, with_confidence: bool) -> Proposal:

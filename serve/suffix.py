@@ -2,7 +2,7 @@
 
 A suffix tree holds every stretch of up to ``depth`` tokens of its texts, with counts. The longest ending of
 the context, anchor included, that stands in the tree is a place in it; drafts walk down from there, at each
-branch to the child that was seen most often, and the share of that child is the draft's probability:
+branch to the child that was seen most often, which has a share of what was seen there:
 
     texts  a b c d, a b c e, a b c e             context  ... a b
 
@@ -10,9 +10,12 @@ branch to the child that was seen most often, and the share of that child is the
                    └── e   2
 
 How many drafts there are adapts: ``factor`` times the length of the match at most, and none from where the
-product of their probabilities falls below ``min_probability``. There are two trees: the request's own, prompt
-and answer, and one of past answers that all requests share. The longer match counts, the request's own of
-two that are equally long.
+product of their shares falls below ``min_probability``. There are two trees: the request's own, prompt and
+answer, and one of past answers that all requests share.
+
+A share is no probability: what was seen once has a share of 1. So the proposer counts what becomes of its
+drafts, by kind (``Acceptance``). That is their confidence, and it decides between the trees: drafts are those
+of which more are expected to be accepted; while nothing is known, those of the longer match.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import ClassVar
 
 from serve.lookup import Lookup, LookupState
@@ -70,7 +75,10 @@ class Node:
     start: int
     length: int
     count: int = 1
-    children: dict[int, Node] = field(default_factory=dict)
+    children: dict[int, Node] = field(default_factory=lambda: NO_CHILDREN)
+
+
+NO_CHILDREN: dict[int, Node] = {}  # of all leaves; most nodes are, and a garbage collector looks at them all
 
 
 class SuffixTree:
@@ -103,6 +111,8 @@ class SuffixTree:
             if offset == node.length:
                 child = node.children.get(token)
                 if child is None:
+                    if node.children is NO_CHILDREN:
+                        node.children = {}
                     node.children[token] = Node(self.text, at, self.depth - length)
                     continue
                 child.count += 1
@@ -228,38 +238,106 @@ class PastAnswers:
         self.texts.append(self.tree.close())
 
 
+Kind = tuple[bool, int, int]
+
+
+def kind_of(own: bool, length: int, share: float) -> Kind:
+    """Drafts are alike in whose text they are copied from, in how long a stretch before them stands there (1,
+    2 to 3, 4 to 7, ... tokens, drafts included), and in their share (in quarters).
+    """
+    return own, length.bit_length(), round(4 * share)
+
+
+class Acceptance:
+    """How many drafts of each kind were what the target said; of the last ``memory`` or so.
+
+    Of a kind that little is known of, the share counts for as much as ``prior`` drafts.
+    """
+
+    def __init__(self, prior: int = 4, memory: int = 500) -> None:
+        self.prior, self.memory = prior, memory
+        self.heard: dict[Kind, tuple[float, int]] = {}  # accepted, and out of how many
+
+    def of(self, kind: Kind, share: float) -> float:
+        """The probability that a draft is accepted, given that those before it were."""
+        return self.heard.get(kind, (share, self.prior))[0]
+
+    def hear(self, kind: Kind, share: float, accepted: bool) -> None:
+        """What became of a draft."""
+        before, num = self.heard.get(kind, (share, self.prior))
+        num = min(num + 1, self.memory)
+        self.heard[kind] = before + (accepted - before) / num, num
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Drafts from one tree after a match of ``length`` tokens: the token, kind and share of each."""
+
+    length: int
+    drafts: list[tuple[int, Kind, float]]
+    acceptance: list[float]
+
+    @property
+    def expected(self) -> float:
+        """How many are accepted, in the mean."""
+        return sum(accumulate(self.acceptance, mul))
+
+
 class SuffixHistory:
     """A request's own tree, beside that of past answers."""
 
-    def __init__(self, config: SuffixConfig, past: PastAnswers | None) -> None:
-        self.config, self.past = config, past
+    def __init__(self, config: SuffixConfig, past: PastAnswers | None, acceptance: Acceptance) -> None:
+        self.config, self.past, self.acceptance = config, past, acceptance
         self.tree = SuffixTree(config.depth)
-        self.prompt: int | None = None  # its length: known once drafts are asked for
+        self.prompt: int | None = None  # its length, once it is complete
+        self.open: deque[tuple[int, Kind, float]] = deque()  # drafts of which nothing is known yet
+        self.at = 0  # where in the text the first of them would stand
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
+            self._judge(token)
             self.tree.append(token)
 
+    def answering(self) -> None:
+        self.prompt = len(self.tree.text)
+
     def drafts(self, anchor: int, n: int) -> tuple[list[int], list[float]]:
-        """Drafts after the longest match, and the share of each among what followed there."""
-        if self.prompt is None:
-            self.prompt = len(self.tree.text)
-        config = self.config
-        context = [*self.tree.text[max(0, len(self.tree.text) - config.max_match + 1) :], anchor]
+        """Drafts from the tree that promises most, and the probability of each to be accepted."""
+        self._judge(anchor)
+        context = [*self.tree.text[max(0, len(self.tree.text) - self.config.max_match + 1) :], anchor]
         trees = [self.tree] if self.past is None else [self.tree, self.past.tree]
-        matches = [(tree, *tree.match(context)) for tree in trees]
-        tree, length, node, offset = max(matches, key=lambda match: match[1])
-        limit = min(n, config.max_drafts, int(config.factor * length))
-        return tree.follow(node, offset, limit, config.min_probability)
+        found = [self._copy(tree, context, n) for tree in trees]
+        best = max(found, key=lambda copied: (copied.expected, copied.length))
+        self.open, self.at = deque(best.drafts), len(self.tree.text) + 1
+        return [token for token, _, _ in best.drafts], best.acceptance
 
     def close(self) -> None:
-        """What was answered since drafts were first asked for joins the past answers."""
+        """The answer joins the past ones."""
         if self.past is not None and self.prompt is not None and self.prompt < len(self.tree.text):
             self.past.add(self.tree.text[self.prompt :])
 
+    def _copy(self, tree: SuffixTree, context: list[int], n: int) -> Copied:
+        """Drafts after the longest match in a tree."""
+        config = self.config
+        length, node, offset = tree.match(context)
+        limit = min(n, config.max_drafts, int(config.factor * length))
+        tokens, shares = tree.follow(node, offset, limit, config.min_probability)
+        kinds = [kind_of(tree is self.tree, length + k, share) for k, share in enumerate(shares)]
+        acceptance = [self.acceptance.of(kind, share) for kind, share in zip(kinds, shares, strict=True)]
+        return Copied(length, list(zip(tokens, kinds, shares, strict=True)), acceptance)
+
+    def _judge(self, token: int) -> None:
+        """The next true token: was it drafted? All count, verified or not, up to the first wrong one."""
+        if self.open and len(self.tree.text) == self.at:
+            draft, kind, share = self.open.popleft()
+            self.acceptance.hear(kind, share, draft == token)
+            if draft != token:
+                self.open.clear()
+            self.at += 1
+
 
 class Suffix(Lookup):
-    """Copies the likeliest continuation of the longest match, from the request or from past answers."""
+    """Copies the likeliest continuation, from the request or from past answers."""
 
     has_confidence: ClassVar[bool] = True
 
@@ -269,4 +347,5 @@ class Suffix(Lookup):
 
     def begin(self, slots: int, capacity: int) -> LookupState:
         past = PastAnswers(self.config.depth, self.config.memory) if self.config.past else None
-        return LookupState(lambda: SuffixHistory(self.config, past), slots)
+        acceptance = Acceptance()
+        return LookupState(lambda: SuffixHistory(self.config, past, acceptance), slots)

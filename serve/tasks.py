@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -71,6 +72,7 @@ def http(run: Run) -> None:
             f"{config.slots} slots of {context} tokens, {how}",
             flush=True,
         )
+        gc.freeze()  # what is loaded stays: the garbage collector need not look at it between two rounds
         run_until_stopped(create_app(build, render, config, name), listener, config)
 
 

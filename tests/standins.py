@@ -41,6 +41,9 @@ class Drafts:
         for row, tokens, num in zip(rows, tokens_BJ.tolist(), kept, strict=True):
             state.tokens[row] += tokens[:num]
 
+    def answering(self, state: Paths, slot: int) -> None:
+        pass
+
     def propose(self, state: Paths, rows: range, anchors_B, n: int) -> Proposal:
         made = [
             self.make([*state.tokens[row], anchor], n)

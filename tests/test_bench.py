@@ -121,7 +121,9 @@ def test_n_is_the_number_of_drafts_of_a_round(target, n, most):
     drafter = tiny.loud(target, "dflash")
     assert drafter.max_drafts == 4
     config = BenchConfig(concurrency=[1], requests=1, max_new_tokens=20)
-    ((_, _, measured),) = measure(target, {"dflash": lambda: drafter}, {"a": prompts(1)}, config, n=n)
+    ((_, _, measured),) = measure(
+        target, {"dflash": lambda: drafter}, {"a": prompts(1)}, config, n={"dflash": n}
+    )
     assert max(r.drafted for one in measured.heard for r in one.answer.rounds) == most
 
 
@@ -129,7 +131,7 @@ def test_more_drafts_than_the_drafter_was_trained_for_are_refused(target):
     makers = {"dflash": lambda: tiny.loud(target, "dflash")}
     config = BenchConfig(concurrency=[1], requests=1)
     with pytest.raises(ValueError, match="n=99: .* at most 4 drafts"):
-        list(measure(target, makers, {"a": prompts(1)}, config, n=99))
+        list(measure(target, makers, {"a": prompts(1)}, config, n={"dflash": 99}))
 
 
 # What is counted --------------------------------------------------------------------------------------

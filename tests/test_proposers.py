@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -13,9 +13,10 @@ from drafters.types import Proposal
 from serve.engine import Engine, Request
 from serve.law import Sampling
 from serve.ngram import Ngram, NgramConfig
-from serve.proposers import Combined, ProposerConfig, build, chosen, known_names
+from serve.proposers import Combined, ProposerConfig, build, chosen, drafts_asked, known_names
 from serve.suffix import Suffix, SuffixConfig
 from tests import tiny
+from tests.standins import Chance
 
 CONFIG = ProposerConfig(
     NgramConfig(shortest=1, max_drafts=5), SuffixConfig(max_drafts=6, max_match=8, memory=60), trust=3
@@ -134,7 +135,9 @@ class Fixed:
 
     def propose(self, state, rows: range, anchors_B, n: int) -> Proposal:
         self.asked.append(n)
-        return self.proposal
+        tokens_BK, sure_BK = (each[:, :n] for each in (self.proposal.tokens_BK, self.proposal.confidence_BK))
+        lengths = self.proposal.lengths and [min(num, n) for num in self.proposal.lengths]
+        return Proposal(tokens_BK, None, sure_BK, lengths)
 
 
 def fixed(lengths: list[int] | None, first: int, most: int, rows: int = 3, **settings) -> Fixed:
@@ -155,15 +158,32 @@ def test_a_row_with_too_few_cheap_drafts_takes_the_trained_ones():
 
 @pytest.mark.parametrize(
     ("lengths", "n", "is_asked"),
-    [([4, 4, 3], 4, False), ([4, 4, 2], 4, True), ([2, 2, 2], 2, False), ([2, 2, 1], 2, True)],
+    [([4, 4, 3], 4, False), ([4, 4, 2], 4, True), ([3, 3, 3], 3, False), ([3, 3, 2], 3, True)],
 )
 def test_the_trained_drafter_rests_while_every_row_has_enough(lengths, n, is_asked):
-    cheap, costly = fixed(lengths, 0, max(lengths)), fixed(None, 50, 3)
+    cheap, costly = fixed(lengths, 0, 4), fixed(None, 50, 3)
     combined = Combined(cheap, costly, trust=3)
     proposal = combined.propose(combined.begin(3, 64), range(3), torch.zeros(3).long(), n)
     assert bool(costly.asked) == is_asked
     if not is_asked:
-        assert (proposal.lengths, proposal.tokens_BK.tolist()) == (lengths, cheap.proposal.tokens_BK.tolist())
+        drafts = cheap.proposal.tokens_BK[:, :n].tolist()
+        assert (proposal.lengths, proposal.tokens_BK.tolist()) == (lengths, drafts)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_short_match_is_not_enough_because_few_drafts_are_asked_for(n):
+    cheap, costly = fixed([2, 3, 4], 0, 4), fixed(None, 50, 3)
+    combined = Combined(cheap, costly, trust=3)
+    proposal = combined.propose(combined.begin(3, 64), range(3), torch.zeros(3).long(), n)
+    assert proposal.tokens_BK.tolist() == [row[:n] for row in ([50, 51], [4, 5], [8, 9])]
+    assert torch.equal(proposal.confidence_BK, proposal.tokens_BK / 100)
+    assert proposal.lengths == [n, n, n]
+    assert (cheap.asked, costly.asked) == ([3], [n]), "only what is needed to know whether there is enough"
+    cheap.proposal = fixed([3, 3, 4], 0, 4).proposal
+    rested = combined.propose(combined.begin(3, 64), range(3), torch.zeros(3).long(), n)
+    assert rested.tokens_BK.tolist() == [row[:n] for row in ([0, 1], [4, 5], [8, 9])]
+    assert rested.lengths == [n, n, n]
+    assert len(costly.asked) == 1
 
 
 def test_a_lookup_of_few_drafts_is_trusted_with_all_it_can_make():
@@ -225,6 +245,32 @@ def test_a_drafter_that_was_not_asked_for_rounds_drafts_as_if_it_had_been(target
     assert len(set(one.tokens_BK.flatten().tolist())) > 1
 
 
+# How many -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix", "dflash"])
+def test_n_fixes_the_drafts_of_every_proposer(target, asked, name):
+    for n in (0, 2):
+        proposer = proposer_of(name, target)
+        answers = [*Engine(target, proposer, drafts_asked(proposer, n), capacity=72).run(asked)]
+        assert max(done.drafted for answer in answers for done in answer.rounds) == n
+    with pytest.raises(ValueError, match=r"n=7: .* at most"):
+        Engine(target, proposer, drafts_asked(proposer, 7), capacity=72)
+    assert Engine(target, proposer, drafts_asked(proposer, None), capacity=72).num_drafts == {
+        "ngram": 5, "suffix": 6, "dflash": 4
+    }[name]  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_n_of_a_combination_is_that_of_its_trained_drafter(target, asked, n):
+    drafter = drafter_of("dflash", target)
+    proposer = build("ngram+dflash", drafter, replace(CONFIG, n=n))
+    engine = Engine(target, proposer, drafts_asked(proposer, n), capacity=72)
+    rounds = [done.drafted for answer in engine.run(asked) for done in answer.rounds]
+    assert max(rounds) == 5, "those of the lookup"
+    assert {num for num in rounds if num < 5} >= {n}
+
+
 # Through the engine ---------------------------------------------------------------------------------------
 
 NAMES = [
@@ -283,18 +329,26 @@ def test_an_answer_that_was_given_before_is_copied(target, asked, wanted):
     assert rounds[True][1] < rounds[True][0]
 
 
-def test_only_answers_are_remembered_and_their_end_is_where_they_ended(target, asked, wanted):
-    engine = Engine(target, build("suffix", None, CONFIG), 4, slots=1, capacity=72, chunk=7)
-    for request in asked:
-        past = engine.state.histories[0].past
-        before = len(past.texts)
-        (answer,) = engine.run([request])
-        if not answer.rounds:
-            assert len(past.texts) == before
-            continue
-        newest = past.texts[-1]
-        num = len(answer.tokens) - 1  # the target has not processed the last one
-        assert newest[:num] == wanted[request.name][:num]
+class Plainly(Chance):
+    """Asks for drafts in no round."""
+
+    def drafts(self, rows: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("drafting", [True, False])
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("name", ["suffix", "suffix+dflash"])
+def test_answers_and_no_prompts_are_remembered_drafted_or_not(target, asked, wanted, name, slots, drafting):
+    """All that the target has processed: an answer without its last token."""
+    config = replace(CONFIG, suffix=replace(CONFIG.suffix, memory=1000))
+    proposer = build(name, drafter_of("dflash", target), config)
+    schedule = None if drafting else Plainly(0)
+    engine = Engine(target, proposer, slots=slots, capacity=72, chunk=7, schedule=schedule)
+    done = [answer.request.name for answer in engine.run(asked)]
+    state = engine.state if name == "suffix" else engine.state.first
+    found = [text[:-1] for text in state.histories[0].past.texts]
+    assert sorted(found) == sorted(wanted[each][:-1] for each in done if len(wanted[each]) > 1)
 
 
 def test_an_aborted_request_leaves_its_slot_to_the_next(target, asked, wanted):

@@ -552,6 +552,9 @@ class Knowing:
         for row, tokens, num in zip(rows, tokens_BJ.tolist(), kept, strict=True):
             self.slots[row] += tokens[:num]
 
+    def answering(self, _state, _slot) -> None:
+        pass
+
     def propose(self, _state, rows, anchors_B, n) -> Proposal:
         drafts, sure = [], []
         for row, anchor in zip(rows, anchors_B.tolist(), strict=True):

@@ -10,7 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.suffix import Node, PastAnswers, Suffix, SuffixConfig, SuffixHistory, SuffixTree
+from serve.suffix import (
+    NO_CHILDREN,
+    Acceptance,
+    Node,
+    PastAnswers,
+    Suffix,
+    SuffixConfig,
+    SuffixHistory,
+    SuffixTree,
+    kind_of,
+)
 
 
 def nodes(tree: SuffixTree) -> list[Node]:
@@ -122,7 +132,7 @@ def test_a_text_of_one_token_again_and_again_costs_no_more_than_the_depth():
 
 
 def history(text: list[int], past: PastAnswers | None = None, **chosen) -> SuffixHistory:
-    made = SuffixHistory(SuffixConfig(**chosen), past)
+    made = SuffixHistory(SuffixConfig(**chosen), past, Acceptance())
     made.extend(text)
     return made
 
@@ -162,7 +172,7 @@ def test_no_match_has_no_drafts():
     assert history([]).drafts(4, 5) == ([], [])
 
 
-def test_the_longer_match_decides_and_the_own_text_where_they_are_equal():
+def test_at_first_the_longer_match_decides_and_the_own_text_where_they_are_equal():
     past = remembered([7, 1, 2, 3, 60, 61])
     assert history([3, 50, 51, 9, 7, 1, 2], past).drafts(3, 2)[0] == [60, 61]
     assert history([2, 3, 50, 51, 9, 2], past).drafts(3, 2)[0] == [50, 51]
@@ -171,6 +181,67 @@ def test_the_longer_match_decides_and_the_own_text_where_they_are_equal():
 
 def test_where_answers_mostly_ended_no_draft_is_made():
     assert history([5, 1], remembered([8, 1, 2], [8, 1, 2], [8, 1, 2, 3])).drafts(2, 4) == ([], [])
+
+
+# Confidence -----------------------------------------------------------------------------------------------
+
+
+def seen_once(proposer: Suffix, state, right: list[bool]) -> list[float]:
+    """A text in which everything was said once before; whether it goes on as it did. The confidences."""
+    row, sure = range(1), []
+    for at, as_before in enumerate(right):
+        marker, followed, other = 100 + 3 * at, 101 + 3 * at, 102 + 3 * at
+        proposer.advance(state, row, None, torch.tensor([[marker, followed]]), [2])
+        proposal = proposer.propose(state, row, torch.tensor([marker]), 1)
+        assert proposal.tokens_BK.tolist() == [[followed]]
+        sure.append(proposal.confidence_BK.item())
+        said = torch.tensor([[marker, followed if as_before else other]])
+        proposer.advance(state, row, None, said, [2])
+    return sure
+
+
+def test_confidence_becomes_the_share_of_such_drafts_that_were_right():
+    proposer = Suffix(SuffixConfig())
+    coin = random.Random(0)
+    right = [coin.random() < 0.5 for _ in range(1000)]
+    sure = seen_once(proposer, proposer.begin(1, 5000), right)
+    assert sure[0] == 1.0, "its share"
+    assert [c for c in sure[200:] if not 0.4 < c < 0.6] == []
+    proposer = Suffix(SuffixConfig())
+    state = proposer.begin(1, 9000)
+    wrong = seen_once(proposer, state, [False] * 1000)
+    assert wrong[-1] < 0.01
+    state.drop([0])
+    again = seen_once(proposer, state, [True] * 1000)
+    assert again[0] < 0.01, "learnt from all requests"
+    assert again[-1] > 0.8, "and unlearnt"
+
+
+def test_a_draft_is_judged_once_and_none_after_a_wrong_one():
+    acceptance = Acceptance(prior=3)
+    made = SuffixHistory(SuffixConfig(factor=9.0), None, acceptance)
+    made.extend([1, 2, 3, 4, 5, 6, 1, 2])
+    first, second = kind_of(True, 3, 1.0), kind_of(True, 4, 1.0)
+    assert made.drafts(3, 6) == ([4, 5, 6, 1, 2], [1.0] * 5)
+    assert not acceptance.heard
+    made.extend([3, 4, 5])  # the anchor and two drafts
+    assert acceptance.heard == {first: (1.0, 4), second: (1.0, 4)}
+    made.drafts(9, 6)  # in place of 6
+    assert acceptance.heard == {first: (1.0, 4), second: (0.8, 5)}
+    made.extend([9, 1, 2, 3])
+    assert made.drafts(4, 1) == ([5], [0.8])
+
+
+def test_drafts_are_those_of_which_more_are_expected_to_be_accepted():
+    past = remembered([7, 1, 2, 3, 60, 61])
+    made = history([3, 50, 51, 9, 7, 1, 2], past)
+    assert made.drafts(3, 2)[0] == [60, 61], "the longer match"
+    for _ in range(9):
+        made.acceptance.hear(kind_of(False, 4, 1.0), 1.0, False)
+    assert made.drafts(3, 2)[0] == [50, 51]
+    for _ in range(90):
+        made.acceptance.hear(kind_of(True, 1, 1.0), 1.0, False)
+    assert made.drafts(3, 2)[0] == [60, 61]
 
 
 # The proposer ---------------------------------------------------------------------------------------------
@@ -190,13 +261,13 @@ def test_lengths_and_confidences_are_those_of_each_row():
 
 
 def say(proposer: Suffix, state, slot: int, prompt: list[int], answer: list[int]) -> None:
-    """A request in a slot: its prompt in chunks of two, then its answer, a token a round."""
+    """A request in a slot: its prompt in chunks of two, then its answer, a token a plain round."""
     row = range(slot, slot + 1)
     for at in range(0, len(prompt), 2):
         chunk = prompt[at : at + 2]
         proposer.advance(state, row, None, torch.tensor([chunk]), [len(chunk)])
+    proposer.answering(state, slot)
     for token in answer:
-        proposer.propose(state, row, torch.tensor([token]), 3)
         proposer.advance(state, row, None, torch.tensor([[token]]), [1])
 
 
@@ -210,6 +281,8 @@ def test_answers_join_the_past_when_their_request_leaves_and_prompts_do_not():
     assert [list(text) for text in past.texts] == [[11, 12, 13, -1]]
     say(proposer, state, 1, [21, 22, 23], [])  # aborted before its first round
     state.move(1, 0)
+    state.drop([0])
+    proposer.advance(state, range(1), None, torch.tensor([[21, 22]]), [2])  # and within its prompt
     state.drop([0])
     assert len(past.texts) == 1
     assert proposer.propose(state, range(1), torch.tensor([11]), 2).tokens_BK.tolist() == [[12, 13]]
@@ -233,6 +306,10 @@ def test_thousands_of_answers_stay_within_the_memory():
     assert past.num_tokens > 100
     found = nodes(past.tree)
     assert len(found) <= 2 * 200
+    assert not NO_CHILDREN
+    leaves = [node for node in found if not node.children]
+    assert {id(node.children) for node in leaves} == {id(NO_CHILDREN)}
+    assert len(leaves) > len(found) / 2
     assert {id(node.text) for node in found} <= {id(text) for text in past.texts}
     check(past.tree, [*past.texts], [7, 7, 7], 9)
 
