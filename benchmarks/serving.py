@@ -119,6 +119,7 @@ def drafting(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
     about |= {"capacity": max(map(len, asked)) + chosen["tokens"] + 16}
     own = {"drafter": drafter, "n": n, "lookup": 0, "schedule": False, "past": True}
     names = {name: {**own, "proposer": name} for name in ("none", "suffix", method, f"suffix+{method}")}
+    names["suffix"]["n"] = None
     for name in (method, f"suffix+{method}"):
         names[f"{name}, scheduled"] = {**own, "proposer": name, "n": None, "schedule": True}
     if chosen["vllm"]:

@@ -24,7 +24,7 @@ from drafters import checkpoint
 from drafters.target import HardwareConfig, Target, load
 from serve.engine import Answer, Engine, Request
 from serve.law import Sampling
-from serve.proposers import ProposerConfig, build, drafts_asked
+from serve.proposers import UNTRAINED, ProposerConfig, build, drafts_asked
 from serve.tasks import ROUNDING, top_margin
 
 
@@ -92,12 +92,11 @@ def main() -> None:
     )
     target = load("smollm2-embedded", HardwareConfig(dtype="float32"))
     drafter = checkpoint.read(Path(chosen["drafter"]), target) if chosen["drafter"] else None
-    proposer = build(chosen["proposer"], drafter, ProposerConfig(n=chosen["n"]))
+    n = None if chosen["proposer"] in UNTRAINED else chosen["n"]
+    proposer = build(chosen["proposer"], drafter, ProposerConfig(n=n))
     asked = requests(target, chosen["prompts"])
     capacity = max(len(request.prompt) + request.max_new_tokens for request in asked)
-    engine = Engine(
-        target, proposer, drafts_asked(proposer, chosen["n"]), slots=chosen["slots"], capacity=capacity
-    )
+    engine = Engine(target, proposer, drafts_asked(proposer, n), slots=chosen["slots"], capacity=capacity)
     found = soak(engine, asked, chosen["clients"], chosen["seconds"])
     done = found.pop("finished")
     margins = parted(target, asked, done, capacity)

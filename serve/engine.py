@@ -243,8 +243,8 @@ class Engine:
             if answers[row].finish:
                 self._remove(row)
         if self.schedule:
-            stood = [answer.rounds[-1].accepted for answer in answers]
-            self.schedule.heard(lengths, stood, perf_counter() - start)
+            counted = [answer.rounds[-1].accepted for answer in answers]
+            self.schedule.heard(lengths, counted, perf_counter() - start)
         for answer in answers:
             self._tell(answer)
         return done + [answer for answer in answers if answer.finish]
