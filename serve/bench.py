@@ -24,7 +24,7 @@ from drafters.target import Target
 from serve.answer import drafts_for, loaded
 from serve.engine import Engine, Proposer, Request
 from serve.law import Sampling
-from serve.load import Cell, Measured, closed_loop
+from serve.clients import Cell, Measured, closed_loop
 from serve.prompts import Prompts, built_in, read_prompts
 from serve.proposers import build, drafts_asked
 from serve.speeds import PLAIN, draw, summarise, table

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from serve.load import Cell, Measured
+from serve.clients import Cell, Measured
 
 PLAIN = "none"  # the proposer that drafts nothing
 
