@@ -22,9 +22,9 @@ from tqdm import tqdm
 from drafters.files import replace_file
 from drafters.target import Target
 from serve.answer import drafts_for, loaded
+from serve.clients import Cell, Measured, closed_loop
 from serve.engine import Engine, Proposer, Request
 from serve.law import Sampling
-from serve.clients import Cell, Measured, closed_loop
 from serve.prompts import Prompts, built_in, read_prompts
 from serve.proposers import build, drafts_asked
 from serve.speeds import PLAIN, draw, summarise, table

@@ -15,9 +15,9 @@ from drafters import checkpoint
 from drafters.target import HardwareConfig, load
 from serve import clients as module
 from serve.bench import BenchConfig, all_there_are, measure
+from serve.clients import Cell, Heard, Measured, closed_loop
 from serve.engine import Answer, Engine, Request, Round
 from serve.law import Sampling
-from serve.clients import Cell, Heard, Measured, closed_loop
 from serve.prompts import built_in, read_prompts
 from serve.proposers import ProposerConfig, build
 from serve.speeds import draw, row_of, summarise, table
