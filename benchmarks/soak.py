@@ -24,7 +24,7 @@ from drafters.target import HardwareConfig, Target, load
 from serve.engine import Answer, Engine, Request
 from serve.law import Sampling
 from serve.proposers import ProposerConfig, build, drafts_asked
-from serve.tasks import top_margin
+from serve.tasks import margin_after
 
 
 def requests(target: Target, number: int) -> list[Request]:
@@ -81,7 +81,7 @@ def parted(target: Target, asked: list[Request], done: list[Answer], capacity: i
         if answer.tokens != want:
             pairs = enumerate(zip(answer.tokens, want, strict=False))
             at = next((i for i, (a, b) in pairs if a != b), min(len(want), len(answer.tokens)))
-            margins.append(top_margin(target, answer.request.prompt + want[:at]))
+            margins.append(margin_after(target, answer.request.prompt + want[:at], answer.request.sampling))
     return margins
 
 

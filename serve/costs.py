@@ -272,7 +272,7 @@ def key_of(target: Target, proposer: Proposer, slots: int) -> dict[str, Any]:
 
 
 def _sizes(proposer: Proposer) -> list[Any]:
-    """What its costs depend on: kind, drafts, shapes of weights; of a combination, also those of its parts."""
+    """What its costs depend on: kind, drafts, shapes of weights; of a combination, those of its parts."""
     own = [type(proposer).__name__, proposer.max_drafts]
     if isinstance(proposer, Combined):
         return [*own, proposer.trust, proposer.n, _sizes(proposer.first), _sizes(proposer.second)]

@@ -7,7 +7,6 @@ would have said itself, emit it. Without a proposer the same step decodes plainl
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from torch import Tensor
 from drafters.target import Target
 from drafters.types import Proposal, States
 from serve.cache import SlotCache, attend_ragged
-from serve.law import Sampling, adjusted, law
+from serve.law import Sampling, adjusted, law, uniforms
 from serve.text import Text
 from serve.verify import verify, verify_matching
 
@@ -359,14 +358,14 @@ class Engine:
         drafts_BK = proposal.tokens_BK
         rows, num = drafts_BK.shape
         p_BJV = logits[0].new_zeros(rows, num + 1, self.target.vocab_size, dtype=torch.float32)
-        uniforms = []
+        drawn = []
         for row, (answer, logits_JV) in enumerate(zip(self.active, logits, strict=False)):
             asked = answer.request.sampling
             p_BJV[row, : lengths[row] + 1] = law(
                 self._adjusted(answer, logits_JV, drafts_BK[row].tolist()), asked
             )
-            uniforms.append(_uniforms(asked.seed, "accept", self._position(answer), num))
-        u_BK = torch.tensor(uniforms, device=drafts_BK.device).view(drafts_BK.shape)
+            drawn.append(uniforms(asked.seed, "accept", self._position(answer), num))
+        u_BK = torch.tensor(drawn, device=drafts_BK.device).view(drafts_BK.shape)
         accepted_B, next_BV = verify(p_BJV, proposal.laws_BKV, drafts_BK, u_BK, self._tensor(lengths))
         accepted, chosen = accepted_B.tolist(), []
         for row, stood in enumerate(accepted):
@@ -464,16 +463,10 @@ def _best(logits_PV: Tensor) -> Tensor:
 def _draw(laws_JV: Tensor, seed: int, position: int) -> list[int]:
     """A token from each law, with the uniforms of the positions from ``position`` on."""
     cumulative_JV = laws_JV.double().cumsum(-1)
-    uniforms = [_uniforms(seed, "next", position + j, 1) for j in range(len(laws_JV))]
-    below_J1 = cumulative_JV.new_tensor(uniforms) * cumulative_JV[:, -1:]
+    drawn = [uniforms(seed, "next", position + j, 1) for j in range(len(laws_JV))]
+    below_J1 = cumulative_JV.new_tensor(drawn) * cumulative_JV[:, -1:]
     at_J = torch.searchsorted(cumulative_JV, below_J1, right=True).squeeze(1)
     return at_J.clamp(max=laws_JV.shape[-1] - 1).tolist()
-
-
-def _uniforms(seed: int, purpose: str, position: int, num: int) -> list[float]:
-    """Draws that depend on a request's seed and a position alone; each purpose has its own."""
-    stream = random.Random(f"{seed}/{purpose}/{position}")
-    return [stream.random() for _ in range(num)]
 
 
 def _scored(logits_V: Tensor, token: int, num: int) -> Scored:

@@ -9,6 +9,7 @@ stay; the token that crosses the mass of top-p stays, and of tokens that tie the
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,3 +149,9 @@ def law(logits_JV: Tensor, sampling: Sampling) -> Tensor:
         laws_JV = torch.zeros_like(laws_JV).scatter_(1, order_JV, sorted_JV)
         laws_JV = laws_JV / laws_JV.sum(-1, keepdim=True)
     return laws_JV
+
+
+def uniforms(seed: int, purpose: str, position: int, num: int) -> list[float]:
+    """Draws that depend on a request's seed and a position alone; each purpose has its own."""
+    stream = random.Random(f"{seed}/{purpose}/{position}")
+    return [stream.random() for _ in range(num)]

@@ -98,7 +98,7 @@ def _prefixes(slots: Sequence[Slot], rows: int) -> list[int]:
 
 
 class Survival:
-    """The share of rows that passed the first k of some trials in a row, for every k: pooled, older ones fade.
+    """The share of rows that passed the first k of their trials, for every k: pooled, older rounds fade.
 
     A position of which little is known is believed to be like the one before it, so that longer drafts are
     tried again when shorter ones do well.
@@ -327,7 +327,7 @@ class Schedule:
         return self._ledger.worst <= 0 or self._ledger.worst + risk <= limit * self._window(rows)
 
     def _risk(self, rows: int, seconds: float) -> float:
-        """What a round of these seconds loses if nothing is accepted, beyond what plain rounds lose in them."""
+        """What a round loses if nothing is accepted, beyond what plain rounds lose in its seconds."""
         return seconds * (1 - self._listening(rows)) - self._plain_seconds(rows)
 
     def _window(self, rows: int) -> float:

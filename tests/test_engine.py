@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from drafters.target import Target
-from serve.engine import Engine, Request, Round, _uniforms
-from serve.law import Sampling
+from serve.engine import Engine, Request, Round
+from serve.law import Sampling, uniforms
 from tests import tiny
 from tests.standins import Chance, Drafts, Script, oracle
 
@@ -455,7 +455,7 @@ def test_another_seed_gives_another_answer(target):
 def test_no_two_draws_share_a_random_number():
     """Neighbouring seeds, positions and purposes (accepting a draft, drawing a token) are independent."""
     places = itertools.product(range(20), ("accept", "next"), range(20))
-    values = [u for place in places for u in _uniforms(*place, 3)]
+    values = [u for place in places for u in uniforms(*place, 3)]
     assert len(set(values)) == len(values) == 20 * 2 * 20 * 3
     assert all(0 <= u < 1 for u in values)
 
