@@ -80,7 +80,7 @@ def measure(run: Run) -> None:
             if name == "generate":
                 row["ids"], row[name] = hugging_face(model, prompt, settings.max_new_tokens)
             else:
-                timed = decode(engines[name], prompt, settings)
+                timed = decode(engines[name], prompt, settings, run.seed)
                 row[name], row[f"{name}_ids"] = timed.tokens_per_second, timed.answer.tokens
                 row["tau"] = timed.answer.tau if name == "drafting" else row.get("tau")
         rows.append(row)

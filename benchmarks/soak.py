@@ -25,7 +25,7 @@ from drafters.target import HardwareConfig, Target, load
 from serve.engine import Answer, Engine, Request
 from serve.law import Sampling
 from serve.proposers import UNTRAINED, ProposerConfig, build, drafts_asked
-from serve.tasks import ROUNDING, top_margin
+from serve.tasks import ROUNDING, margin_after
 
 
 def requests(target: Target, number: int) -> list[Request]:
@@ -82,7 +82,7 @@ def parted(target: Target, asked: list[Request], done: list[Answer], capacity: i
         if answer.tokens != want:
             pairs = enumerate(zip(answer.tokens, want, strict=False))
             at = next((i for i, (a, b) in pairs if a != b), min(len(want), len(answer.tokens)))
-            margins.append(top_margin(target, answer.request.prompt + want[:at]))
+            margins.append(margin_after(target, answer.request.prompt + want[:at], answer.request.sampling))
     return margins
 
 

@@ -39,6 +39,7 @@ from drafters.ops import (
     decay_weights,
     document_spans,
     draw_length,
+    first_places,
     sample_anchors,
     valid_anchors,
 )
@@ -260,16 +261,15 @@ class BlockDrafter(Drafter):
     def advance(
         self, state: BlockState, rows: range, states: States, tokens_BJ: Tensor, kept: list[int]
     ) -> None:
-        context_BJD = self.context(states)
-        for at, (row, num) in enumerate(zip(rows, kept, strict=True)):
-            start = state.lengths[row]
-            position_J = torch.arange(start, start + num, device=context_BJD.device)
-            rotary = self.rotary(position_J)
-            for layer, keys, values in zip(self.layers, state.keys, state.values, strict=True):
-                key_JHE, value_JHE = layer.self_attn.keys_values(context_BJD[at, :num], rotary)
-                keys[row, start : start + num] = key_JHE
-                values[row, start : start + num] = value_JHE
-            state.lengths[row] = start + num
+        row_P, at_P = first_places(kept, tokens_BJ.device)
+        start_B = torch.tensor([state.lengths[row] for row in rows], device=tokens_BJ.device)
+        position_P = start_B[row_P] + at_P
+        context_PD, rotary = self.context(states[row_P, at_P]), self.rotary(position_P)
+        where = row_P + rows.start, position_P
+        for layer, keys, values in zip(self.layers, state.keys, state.values, strict=True):
+            keys[where], values[where] = layer.self_attn.keys_values(context_PD, rotary)
+        for row, num in zip(rows, kept, strict=True):
+            state.lengths[row] += num
 
     def propose(
         self,

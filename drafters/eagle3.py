@@ -42,6 +42,7 @@ from drafters.ops import (
     block_labels,
     document_spans,
     draw_length,
+    first_places,
     previous_tokens,
     sample_anchors,
     valid_anchors,
@@ -362,18 +363,20 @@ class Eagle3(Drafter):
     def advance(
         self, state: ChainState, rows: range, states: States, tokens_BJ: Tensor, kept: list[int]
     ) -> None:
-        fused_BJD = self.fuse(states)
-        for at, (row, num) in enumerate(zip(rows, kept, strict=True)):
-            start = state.lengths[row]
-            # The pending state finds its token first; the newest new one waits for its own in turn.
-            waiting_JD = torch.cat([state.pending[row, None], fused_BJD[at, :num]])
-            new = slice(0 if start else 1, num)
-            position_J = torch.arange(start - 1, start - 1 + num, device=waiting_JD.device)
-            where = slice(max(start - 1, 0), max(start - 1 + num, 0))
-            pairs = self.pairs(waiting_JD[:num][new], tokens_BJ[at, new], position_J[new])
-            state.keys[row, where], state.values[row, where] = pairs
-            state.pending[row] = waiting_JD[num]
-            state.lengths[row] = start + num
+        pending_BD = state.pending[rows.start : rows.stop]  # a view
+        # The pending state finds its token first; the newest new one waits for its own in turn.
+        waiting_BJD = torch.cat([pending_BD[:, None], self.fuse(states)], dim=1)
+        row_P, at_P = first_places(kept, tokens_BJ.device)
+        start_B = torch.tensor([state.lengths[row] for row in rows], device=tokens_BJ.device)
+        position_P = start_B[row_P] + at_P - 1
+        paired_P = position_P >= 0  # the first token of a text has no state before it
+        row_P, at_P, position_P = row_P[paired_P], at_P[paired_P], position_P[paired_P]
+        where = row_P + rows.start, position_P
+        pairs = self.pairs(waiting_BJD[row_P, at_P], tokens_BJ[row_P, at_P], position_P)
+        state.keys[where], state.values[where] = pairs
+        pending_BD[:] = waiting_BJD[range(len(rows)), kept]
+        for row, num in zip(rows, kept, strict=True):
+            state.lengths[row] += num
 
     def propose(
         self,

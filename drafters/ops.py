@@ -150,6 +150,13 @@ def context_mask(span: Span, before_A: Tensor, num_slots: int, window: int | Non
     return torch.cat([see_context, see_block], dim=1)
 
 
+def first_places(counts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Row and column of the first ``counts[i]`` places of every row, row by row: two indices ``[P]``."""
+    counts_B1 = torch.tensor(counts, device=device)[:, None]
+    row_P, at_P = (torch.arange(max(counts), device=device) < counts_B1).nonzero(as_tuple=True)
+    return row_P, at_P
+
+
 def product_dtype(like: Tensor) -> torch.dtype:
     """What matrix products of this tensor are computed in: autocast's dtype where that is on."""
     kind = like.device.type

@@ -26,7 +26,7 @@ from drafters.target import Target
 from eval import report
 from eval.report import Scored, as_png, html_table, image, interval, page, resampled
 from eval.runs import SAME, Compared, common_ns
-from serve.answer import round_seconds
+from serve.costs import pieces
 
 SCHEMA_VERSION = 1
 
@@ -45,7 +45,13 @@ def measure(target: Target, run: Compared, ns: Sequence[int]) -> Cost:
     drafter = checkpoint.read(run.drafter, target)
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
     seconds = {n: drafting_seconds(target, drafter, n) for n in ns}
-    return Cost(parameters, round_seconds(target, drafter, [0])[0], seconds)
+    return Cost(parameters, plain_seconds(target), seconds)
+
+
+def plain_seconds(target: Target, repeats: int = 9) -> float:
+    """Median seconds of a round of plain decoding at batch 1."""
+    step, _ = pieces(target, None, 1, repeats + 1)
+    return statistics.median([step(1, 1) for _ in range(repeats + 1)][1:])
 
 
 @torch.inference_mode()

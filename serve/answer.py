@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -14,7 +14,7 @@ from drafters import checkpoint
 from drafters.checkpoint import read_config
 from drafters.method import Drafter
 from drafters.target import Target, load
-from serve.costs import measure, pieces
+from serve.costs import costs_for
 from serve.engine import Answer, Engine, Request
 from serve.law import Sampling
 from serve.proposers import ProposerConfig
@@ -64,9 +64,11 @@ class Timed:
         return (len(self.answer.tokens) - 1) / self.seconds if self.seconds else 0.0
 
 
-def decode(engine: Engine, prompt: list[int], config: ServeConfig, on_token: Callable | None = None) -> Timed:
+def decode(
+    engine: Engine, prompt: list[int], config: ServeConfig, seed: int, on_token: Callable | None = None
+) -> Timed:
     """One request through an engine."""
-    request = Request(prompt, config.max_new_tokens, Sampling(config.temperature), text=True)
+    request = Request(prompt, config.max_new_tokens, Sampling(config.temperature, seed=seed), text=True)
     heard_at: list[float] = []
     seconds = 0.0
 
@@ -98,43 +100,10 @@ def drafts_for(target: Target, drafter: Drafter, directory: Path, n: int | None)
     if n is not None:
         return n
     known = known_taus(directory)
-    return pick_drafts(target, drafter, known) if known else drafter.max_drafts
+    return costs_for(target, drafter, 1).fastest(known) if known else drafter.max_drafts
 
 
 def known_taus(directory: Path) -> dict[int, float]:
     """Tau by N as it was measured when the drafter was exported; empty where nobody did."""
     found = read_config(directory).get("foredraft", {}).get("tau_by_n") or {}
     return {int(n): tau for n, tau in found.items()}
-
-
-def pick_drafts(target: Target, drafter: Drafter, tau_by_n: Mapping[int, float]) -> int:
-    """The N with the most tokens a second on this machine: measured costs over known acceptance."""
-    return best_drafts(round_seconds(target, drafter, [0, *tau_by_n]), tau_by_n)
-
-
-def best_drafts(seconds: Mapping[int, float], taus: Mapping[int, float]) -> int:
-    """The N with the most tokens a second, of those whose cost and tau are both known.
-
-    0 means that plain decoding, one token a pass, is the fastest.
-    """
-    taus = {**taus, 0: 1.0}
-    return max((n for n in sorted(seconds) if n in taus), key=lambda n: taus[n] / seconds[n])
-
-
-def round_seconds(
-    target: Target, drafter: Drafter, ns: Sequence[int], context: int = 128, repeats: int = 9
-) -> dict[int, float]:
-    """Median seconds of a round at batch 1 for each n: draft n, run the target over them and the anchor.
-
-    Plain rounds (n = 0) are those of an engine without the drafter.
-    """
-    drafts = [n for n in ns if n] or [1]
-    calls = (repeats + 1) * len(drafts)
-    step, draft = pieces(target, drafter, 1, calls, context)
-    plain, _ = pieces(target, None, 1, calls, context)
-
-    def run(rows: int, tokens: int) -> float:
-        return (plain if tokens == 1 else step)(rows, tokens)
-
-    costs = measure(run, draft, [1], drafts, repeats)
-    return {n: costs.round(1, n) for n in ns}

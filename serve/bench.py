@@ -2,6 +2,8 @@
 
 All proposers get the same requests, with the same seeds: whatever drafts, the text is the same, and that is
 counted too. Measurements run in a shuffled order, so that whatever slows the machine slows them alike.
+``NAME, scheduled`` chooses the number of drafts every round, as the server does by default; it begins each
+measurement without experience.
 """
 
 from __future__ import annotations
@@ -20,17 +22,22 @@ import torch
 from tqdm import tqdm
 
 from drafters.files import replace_file
+from drafters.method import Drafter
 from drafters.target import Target
-from serve.answer import drafts_for, loaded
-from serve.engine import Engine, Proposer, Request
+from serve.answer import drafts_for, known_taus, loaded
+from serve.clients import Cell, Measured, closed_loop
+from serve.costs import costs_for
+from serve.engine import Engine, Request
 from serve.law import Sampling
-from serve.load import Cell, Measured, closed_loop
 from serve.prompts import Prompts, built_in, read_prompts
-from serve.proposers import UNTRAINED, build, drafts_asked
+from serve.proposers import UNTRAINED, ProposerConfig, build, drafts_asked
+from serve.schedule import Schedule
 from serve.speeds import PLAIN, draw, summarise, table
 
 if TYPE_CHECKING:
     from recipes.schema import Run
+
+SCHEDULED = ", scheduled"  # behind the name of a proposer
 
 
 @dataclass
@@ -62,21 +69,18 @@ class BenchConfig:
 
 
 def measure(
-    target: Target,
-    proposers: Mapping[str, Callable[[], Proposer | None]],
+    engines: Mapping[str, Callable[[int, int], Engine]],
     prompts: Mapping[str, Sequence[list[int]]],
     config: BenchConfig,
-    *,
-    n: Mapping[str, int | None] | None = None,
     seed: int = 0,
 ) -> Iterator[tuple[Cell, str, Measured]]:
     """Every cell with every proposer, ``repeats`` times, in a shuffled order.
 
-    ``proposers`` make a new proposer each: what one measurement taught it, the next must not know. ``n`` are
-    the drafts of a round by proposer; ``None``: its most.
+    ``engines`` make a new engine each, of so many slots and tokens a slot: what one measurement taught its
+    proposer or schedule, the next must not know.
     """
     cells = [Cell(*each) for each in product(prompts, config.temperatures, config.concurrency)]
-    jobs = [*product(cells, proposers)] * config.repeats
+    jobs = [*product(cells, engines)] * config.repeats
     random.Random(seed).shuffle(jobs)
     with tqdm(total=len(jobs) * config.requests, unit="answer", desc="bench", mininterval=1) as bar:
         for cell, name in jobs:
@@ -85,24 +89,41 @@ def measure(
                 Request(prompt, config.max_new_tokens, Sampling(cell.temperature, seed=seed + i))
                 for i, prompt in enumerate(prompts[cell.kind][: config.requests])
             ]
-            num = (n or {}).get(name)
-            yield cell, name, _once(target, proposers[name](), num, requests, cell.concurrency, bar.update)
+            need = max(len(request.prompt) + request.max_new_tokens for request in requests)
+            engine = engines[name](cell.concurrency, need)
+            short = Request(requests[0].prompt[:8], min(2, config.max_new_tokens))
+            closed_loop(engine, [short] * cell.concurrency, cell.concurrency)  # none is timed cold
+            yield cell, name, closed_loop(engine, requests, cell.concurrency, bar.update)
 
 
-def _once(
+def engine_maker(
+    name: str,
     target: Target,
-    proposer: Proposer | None,
-    n: int | None,
-    requests: Sequence[Request],
-    clients: int,
-    done: Callable[[], object],
-) -> Measured:
-    """One measurement, on an engine of its own that has run before."""
-    need = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    engine = Engine(target, proposer, drafts_asked(proposer, n), slots=clients, capacity=need)
-    first = requests[0]
-    closed_loop(engine, [Request(first.prompt[:8], min(2, first.max_new_tokens))] * clients, clients)
-    return closed_loop(engine, requests, clients, done)
+    drafter: Drafter | None,
+    config: ProposerConfig,
+    most: int,
+    tau_by_n: Mapping[int, float] | None = None,
+) -> Callable[[int, int], Engine]:
+    """Makes engines with the proposer of that name, a trained one at ``config.n`` drafts a round.
+
+    Where it is scheduled, costs are looked up or measured now, for up to ``most`` slots.
+    """
+    base = name.removesuffix(SCHEDULED)
+    schedule: Callable[[], Schedule | None] = lambda: None  # noqa: E731
+    if base != name:
+        config = replace(config, n=None)
+        proposer = build(base, drafter, config)
+        if proposer is None:
+            raise ValueError(f"bench.proposers: {name!r} has no drafts to schedule; write {base}")
+        taus = tau_by_n if proposer is drafter else None
+        schedule = partial(Schedule, costs_for(target, proposer, most), proposer.max_drafts, taus)
+
+    def make(slots: int, capacity: int) -> Engine:
+        proposer = build(base, drafter, config)
+        n = drafts_asked(proposer, config.n)
+        return Engine(target, proposer, n, slots=slots, capacity=capacity, schedule=schedule())
+
+    return make
 
 
 def bench(run: Run) -> None:
@@ -116,15 +137,19 @@ def bench(run: Run) -> None:
     names = list(dict.fromkeys(config.proposers or [])) or all_there_are(
         None if drafter is None else drafter.config.name
     )
-    for name in names:
-        build(name, drafter, run.serve)  # a name that is none is refused before anything is measured
+    for name in names:  # one that is none is refused before anything is measured
+        build(name.removesuffix(SCHEDULED), drafter, run.serve)
     n = run.serve.n
     if drafter is not None and run.drafter is not None:
         n = n if n is not None else max(1, drafts_for(target, drafter, Path(run.drafter), None))
-    asked = {name: run.serve.n if name in UNTRAINED else n for name in names}
-    makers = {name: partial(build, name, drafter, replace(run.serve, n=asked[name])) for name in names}
+    own, trained, most = run.serve, replace(run.serve, n=n), max(config.concurrency)
+    known = known_taus(Path(run.drafter)) if run.drafter else None
+    makers = {
+        name: engine_maker(name, target, drafter, own if name in UNTRAINED else trained, most, known)
+        for name in names
+    }
     found: dict[tuple[Cell, str], Measured] = {}
-    for cell, name, measured in measure(target, makers, ids, config, n=asked, seed=run.seed):
+    for cell, name, measured in measure(makers, ids, config, run.seed):
         whole = found.setdefault((cell, name), Measured())
         whole.heard += measured.heard
         whole.seconds += measured.seconds
@@ -137,7 +162,7 @@ def bench(run: Run) -> None:
 def all_there_are(method: str | None) -> list[str]:
     """Names of proposers to compare where none are asked for, with a drafter of that method or without."""
     trained = [] if method is None else [method, f"suffix+{method}"]
-    return [PLAIN, "ngram", "suffix", *trained]
+    return [PLAIN, "ngram", "suffix", *(name + how for name in trained for how in ("", SCHEDULED))]
 
 
 def write(result: Mapping[str, Any], directory: Path) -> None:

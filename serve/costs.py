@@ -1,13 +1,15 @@
 """What a round costs on this machine: seconds of a target step and of drafting, measured once and kept.
 
-Both are tables over the number of rows and over tokens (drafts) a row, measured on the real pieces,
-made monotone, and read between their points by lines.
+These are tables over the number of rows and over tokens (drafts) a row, measured on the real pieces, made
+monotone, and read between their points by lines. A step counts what it costs to let the proposer listen
+(kept layers, its own keys and values); plain decoding is measured beside it, without any proposer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import platform
@@ -26,6 +28,9 @@ from torch import nn
 from drafters.files import replace_file
 from drafters.target import Target, cache_directory
 from serve.engine import Engine, Proposer
+from serve.proposers import Combined
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,18 @@ def _blend(line: Sequence[float], at: int, weight: float) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a round's two parts: ``steps`` by tokens a row, ``drafting`` by drafts a row."""
+    """Seconds of a round's two parts: ``steps`` by tokens a row, ``drafting`` by drafts a row.
+
+    ``alone`` are steps of one token a row in an engine without the proposer.
+    """
 
     steps: Table
     drafting: Table
+    alone: Table
+
+    def plain(self, rows: int) -> float:
+        """One round of plain decoding, where nobody could draft."""
+        return min(self.alone.at(rows, 1), self.steps.at(rows, 1))
 
     def step(self, rows: int, tokens: float) -> float:
         """One pass of the target over ``tokens`` in all: the anchors of all rows, and drafts."""
@@ -108,10 +121,15 @@ class Costs:
         """Drafting ``n`` a row, and a step over all of them."""
         return self.draft(rows, n) + self.step(rows, rows * (1 + n))
 
+    def fastest(self, tau_by_n: Mapping[int, float]) -> int:
+        """The N with the most tokens a second for one request, of those whose tau is known; 0: plain."""
+        rates = {0: 1 / self.plain(1), **{n: tau / self.round(1, n) for n, tau in tau_by_n.items()}}
+        return max(sorted(rates), key=rates.__getitem__)
+
     @classmethod
     def read(cls, found: dict[str, Any]) -> Costs:
         """The inverse of ``dataclasses.asdict``, by way of JSON. Errors: as of ``Table``, or its keys."""
-        return cls(*(_read_table(found[part]) for part in ("steps", "drafting")))
+        return cls(*(_read_table(found[part]) for part in ("steps", "drafting", "alone")))
 
 
 def _read_table(found: dict[str, Any]) -> Table:
@@ -119,25 +137,26 @@ def _read_table(found: dict[str, Any]) -> Table:
     return Table(tuple(map(int, found["rows"])), tuple(map(int, found["columns"])), seconds)
 
 
+Timed = Callable[[int, int], float]  # does the work of so many rows and tokens (drafts) a row: its seconds
+
+
 def measure(
-    step: Callable[[int, int], float],
-    draft: Callable[[int, int], float],
-    rows: Sequence[int],
-    ns: Sequence[int],
-    repeats: int = 5,
+    step: Timed, draft: Timed, plain: Timed, rows: Sequence[int], ns: Sequence[int], repeats: int = 5
 ) -> Costs:
-    """Costs from ``step(rows, tokens_a_row)`` and ``draft(rows, n)``, which do the work and return seconds.
+    """Costs from steps and drafting with a proposer, and ``plain`` steps of one token a row without.
 
     Medians of ``repeats`` after one turn that warms up. All points take turns, so that whatever slows the
-    machine slows them alike. ``ns`` are numbers of drafts from 1; the plain step is measured besides.
+    machine slows them alike. ``ns`` are numbers of drafts from 1.
     """
-    steps: dict[tuple[int, int], list[float]] = {(r, 1 + n): [] for r in rows for n in (0, *ns)}
-    drafts: dict[tuple[int, int], list[float]] = {(r, n): [] for r in rows for n in ns}
+    Found = dict[tuple[int, int], list[float]]
+    steps: Found = {(r, 1 + n): [] for r in rows for n in (0, *ns)}
+    drafts: Found = {(r, n): [] for r in rows for n in ns}
+    alone: Found = {(r, 1): [] for r in rows}
     for _ in range(repeats + 1):
-        for run, found in ((step, steps), (draft, drafts)):
+        for run, found in ((step, steps), (draft, drafts), (plain, alone)):
             for point, seconds in found.items():
                 seconds.append(run(*point))
-    medians = [{p: statistics.median(s[1:]) for p, s in found.items()} for found in (steps, drafts)]
+    medians = [{p: statistics.median(s[1:]) for p, s in found.items()} for found in (steps, drafts, alone)]
     return Costs(*map(Table.fit, medians))
 
 
@@ -151,17 +170,20 @@ def spread(most: int) -> list[int]:
 
 def pieces(
     target: Target, proposer: Proposer | None, slots: int, calls: int, context: int = 128
-) -> tuple[Callable[[int, int], float], Callable[[int, int], float]]:
+) -> tuple[Timed, Timed]:
     """``step`` and ``draft`` for ``measure``: what an engine does in a round, ``context`` tokens in a slot.
 
-    Each step keeps one token, so there is room for so many ``calls``.
+    Rows that verify drafts have unequal numbers of them, as lookups and confidences leave rows, with the mean
+    that was asked for. Each step keeps one token, so there is room for so many ``calls``. Not measured: other
+    contexts than this one (longer ones cost more, with drafts and without), and prompts that are read.
     """
-    spare = 1 if proposer is None else 1 + proposer.max_drafts
+    spare = 1 if proposer is None else 2 + proposer.max_drafts
     engine = Engine(target, proposer, slots=slots, capacity=context + calls + spare)
-    # No token comes twice, as far as there are others: lookups find nothing, and a combination pays for its
-    # trained drafter.
-    fresh = torch.arange(context + calls, device=target.device) % target.vocab_size
-    prompt, later = fresh[:context].expand(slots, -1), iter(fresh[context:].tolist())
+    # No token comes twice, and the anchor does not come at all, as far as there are others: lookups find
+    # nothing, and a combination pays for its trained drafter.
+    fresh = torch.arange(context + calls + 1, device=target.device) % target.vocab_size
+    prompt, anchors = fresh[:context].expand(slots, -1), fresh[-1:].expand(slots)
+    later = iter(fresh[context:-1].tolist())
     with torch.inference_mode():
         for slot in range(slots):
             row = prompt[slot : slot + 1]
@@ -170,9 +192,12 @@ def pieces(
 
     @torch.inference_mode()
     def step(rows: int, tokens: int) -> float:
-        fed = torch.full((rows, tokens), next(later), device=target.device)
+        counts = [tokens] * rows
+        if rows > 1 and tokens > 1:
+            counts[0], counts[-1] = tokens + 1, tokens - 1
+        fed = torch.full((rows, max(counts)), next(later), device=target.device)
         start = perf_counter()
-        ran = engine.forward(range(rows), fed)
+        ran = engine.forward(range(rows), fed, counts)
         best_P = target.head(ran.last_PD).argmax(-1)
         engine.keep(ran.rows, ran.states, ran.tokens_BJ, [1] * rows)
         best_P.tolist()  # waits for the device
@@ -181,7 +206,7 @@ def pieces(
     @torch.inference_mode()
     def draft(rows: int, n: int) -> float:
         start = perf_counter()
-        engine.propose(range(rows), prompt[:rows, -1], n).tokens_BK.tolist()
+        engine.propose(range(rows), anchors[:rows], n).tokens_BK.tolist()
         return perf_counter() - start
 
     return step, draft
@@ -193,7 +218,9 @@ def costs_for(target: Target, proposer: Proposer, slots: int) -> Costs:
 
     def measured() -> Costs:
         calls = (repeats + 1) * len(rows) * (1 + len(ns))
-        return measure(*pieces(target, proposer, slots, calls), rows, ns, repeats)
+        step, draft = pieces(target, proposer, slots, calls)
+        plain, _ = pieces(target, None, slots, calls)
+        return measure(step, draft, plain, rows, ns, repeats)
 
     return kept(key_of(target, proposer, slots), measured)
 
@@ -204,7 +231,8 @@ def costs_for(target: Target, proposer: Proposer, slots: int) -> Costs:
 def kept(key: Mapping[str, Any], measured: Callable[[], Costs]) -> Costs:
     """The costs of this key from the cache directory, else measured now and written there.
 
-    A file that is damaged, or that was written for another key, is measured again.
+    A file that is damaged, or that was written for another key, is measured again; where none can be
+    written, a warning says so.
     """
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_directory() / "costs" / f"{name}.json"
@@ -215,27 +243,42 @@ def kept(key: Mapping[str, Any], measured: Callable[[], Costs]) -> Costs:
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         pass
     costs = measured()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, (json.dumps({"key": key, "costs": asdict(costs)}, indent=2) + "\n").encode())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, (json.dumps({"key": key, "costs": asdict(costs)}, indent=2) + "\n").encode())
+    except OSError as error:
+        logger.warning(
+            "costs of a round are not kept, the next start measures them again (%s); FOREDRAFT_CACHE names a "
+            "directory that can be written",
+            error,
+        )
     return costs
 
 
 def key_of(target: Target, proposer: Proposer, slots: int) -> dict[str, Any]:
     """What costs depend on: the machine, the target, the sizes of the proposer, how many rows there are."""
-    sizes = proposer.state_dict() if isinstance(proposer, nn.Module) else {}
-    shapes = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in sizes.items()]
     return {
-        "version": 1,  # of how costs are measured
+        "version": 2,  # of how costs are measured
         "machine": _machine(target.device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
         "dtype": str(target.dtype),
         "target": target.signature,
-        "proposer": f"{type(proposer).__name__} {proposer.max_drafts}",
-        "shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16],
+        "attention": target.config._attn_implementation,
+        "proposer": _sizes(proposer),
         "slots": slots,
     }
+
+
+def _sizes(proposer: Proposer) -> list[Any]:
+    """What its costs depend on: kind, drafts, shapes of weights; of a combination, those of its parts."""
+    own = [type(proposer).__name__, proposer.max_drafts]
+    if isinstance(proposer, Combined):
+        return [*own, proposer.trust, proposer.n, _sizes(proposer.first), _sizes(proposer.second)]
+    weights = proposer.state_dict() if isinstance(proposer, nn.Module) else {}
+    shapes = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in weights.items()]
+    return [*own, hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16]]
 
 
 def _machine(device: torch.device) -> str:

@@ -1,14 +1,15 @@
 """How many drafts to ask for, and how many of them to verify: per round, for the whole batch.
 
-Three questions, one set of costs. ``admit``: of drafts with confidences, which prefixes are worth the
-target's time (DSpark, Algorithm 1). ``Schedule.drafts``: without looking at the drafts, the N with the most
-tokens a second at this load, from acceptance so far. ``Ledger``: drafting may lose only so much against
-plain decoding within a minute; beyond that it stops, whatever the other two believe.
+Three questions, one set of costs. ``prefixes``: of drafts with confidences, which ones are worth the target's
+time. ``drafts``: without looking at the drafts, the N with the most tokens a second at this load, from
+acceptance so far. ``Ledger``: drafting may lose only so much against plain decoding within a minute; beyond
+that it stops, whatever the other two believe.
 
-Lossless, because no decision about draft j looks at draft j. A drafter whose drafts are drawn from laws must
-compute the confidence of draft j from what stands before it: the past and drafts 1 to j-1. Drafts that are
-point masses (greedy ones, n-grams, suffixes) are functions of the past, and so is everything computed from
-them, their own confidence too: nothing random is conditioned on, and any choice among them is lossless.
+All are lossless. Drafts that are point masses (greedy ones, n-grams, suffixes: all of this engine's) are
+functions of the past, and so is everything computed from them, their own confidence too: nothing random is
+conditioned on, and the best prefixes are searched over the whole cost table, dents and all (``budget``).
+Where drafts are drawn from laws, no decision about draft j may look at draft j: confidences are computed from
+the past and drafts 1 to j-1, and admission ends where tokens a second first fall (``admit``).
 
 Time is the sum of the seconds heard: minutes of decoding, so that an idle server forgets nothing.
 """
@@ -26,8 +27,9 @@ from serve.costs import Costs
 
 WINDOW = 60.0  # seconds over which losses against plain decoding are bounded: 3 % of them, never more
 WINDOW_ROUNDS = 200  # plain rounds that a window lasts where they take longer: a few must not decide
-DRAFTING_LIMIT = 0.022  # of a window is what drafting may lose in it
+DRAFTING_LIMIT = 0.022  # of a window is what may be lost in it
 PROBING_LIMIT = 0.025  # the same, for a look at whether drafting pays again
+LEAST_LIMIT = 0.005  # what is left of these where plain rounds already lose because a proposer hears of them
 PROBE = 0.1  # seconds that such a look takes, or one round
 SHARE = 0.02  # of the time may be spent on looks that gain nothing
 WAITS = (1.0, 32.0)  # seconds between looks: the first, doubled after each that finds nothing up to the last
@@ -64,7 +66,7 @@ def admit(survival: Sequence[Sequence[float]], seconds: Callable[[int], float]) 
 def budget(survival: Sequence[Sequence[float]], seconds: Callable[[int], float]) -> int:
     """How many drafts in all have the most tokens a second, wherever that is.
 
-    Lossless only with survival of drafts that are not among those to be verified: of an earlier round.
+    Lossless only for drafts that are point masses.
     """
     rates = list(_rates(_ordered(survival), len(survival), seconds))
     return max(range(len(rates)), key=rates.__getitem__)
@@ -96,7 +98,7 @@ def _prefixes(slots: Sequence[Slot], rows: int) -> list[int]:
 
 
 class Survival:
-    """The share of rows whose first k drafts all passed, for every k: pooled, older rounds fade.
+    """The share of rows that passed the first k of their trials, for every k: pooled, older rounds fade.
 
     A position of which little is known is believed to be like the one before it, so that longer drafts are
     tried again when shorter ones do well.
@@ -107,13 +109,13 @@ class Survival:
         self._tried = [weight] * len(conditional)
         self._passed = [weight * share for share in conditional]
 
-    def hear(self, asked: int, passed: Sequence[int], memory: float) -> None:
-        """``passed[r]`` of the ``asked`` drafts of row r passed, and the next one did not."""
-        fade = (1 - 1 / memory) ** len(passed)
+    def hear(self, passed: Sequence[int], tried: Sequence[int], memory: float) -> None:
+        """Row r passed the first ``passed[r]`` of ``tried[r]``; where there are more, it failed the next."""
+        fade = (1 - 1 / memory) ** sum(number > 0 for number in tried)
         self._tried = [weight * fade for weight in self._tried]
         self._passed = [weight * fade for weight in self._passed]
-        for number in passed:
-            for k in range(min(number + 1, asked)):
+        for number, most in zip(passed, tried, strict=True):
+            for k in range(min(number + 1, most)):
                 self._tried[k] += 1
                 self._passed[k] += k < number
 
@@ -161,7 +163,7 @@ class Pace:
 
 
 class Ledger:
-    """Seconds lost against plain decoding; gains are losses below 0."""
+    """Seconds lost against the plain rounds of this engine; gains are losses below 0."""
 
     def __init__(self) -> None:
         self.now = self._lost = 0.0
@@ -201,23 +203,20 @@ class Schedule:
     """Asked by an engine each round: ``drafts``, then ``prefixes``, then ``heard``.
 
     ``most`` is the largest N to ask for; ``tau_by_n`` what a drafter directory states of acceptance.
-    With ``ahead`` the number of drafts to verify comes from the confidences of two rounds ago, searched over
-    all of a jagged cost table, and those of now only say which (DSpark in production).
     """
 
-    def __init__(
-        self, costs: Costs, most: int, tau_by_n: Mapping[int, float] | None = None, *, ahead: bool = False
-    ) -> None:
-        self.costs, self.most, self.ahead = costs, most, ahead
+    def __init__(self, costs: Costs, most: int, tau_by_n: Mapping[int, float] | None = None) -> None:
+        self.costs, self.most = costs, most
         self.n = most
-        self._accepted = Survival(conditional_from(tau_by_n or {}, most))
-        self._given = Survival([1.0] * most)
+        self._accepted = Survival(conditional_from(tau_by_n or {}, most))  # of drafts that were verified
+        self._reached = Survival([1.0] * most)  # whether one is verified, where those before were accepted
+        self._given = Survival([1.0] * most)  # the same, whatever became of those before
         self._plain, self._drafting = Pace(), Pace()
         self._ledger = Ledger()
         self._asked = 0
         self._plain_due, self._probe_due, self._wait = 0.0, WAITS[0], WAITS[0]
         self._probe: list[float] | None = None  # seconds spent and lost on the look that is under way
-        self._earlier: deque[list[list[float]]] = deque(maxlen=2)
+        self._prefixes: list[int] = []
         self._rounds = self._plain_rounds = self._rows = self._verified = 0
 
     # What the engine asks ----------------------------------------------------------------------
@@ -244,8 +243,13 @@ class Schedule:
     def prefixes(self, proposal: Proposal, rows: int) -> list[int]:
         """How many drafts of each row to verify."""
         lengths = proposal.lengths or [proposal.tokens_BK.shape[1]] * rows
+        self._prefixes = self._worth_verifying(proposal, lengths)
+        return self._prefixes
+
+    def _worth_verifying(self, proposal: Proposal, lengths: list[int]) -> list[int]:
         if proposal.confidence_BK is None:
             return lengths
+        rows = len(lengths)
         confidence = proposal.confidence_BK.double().clamp(0, 1).tolist()
         survival = [list(accumulate(row[:n], mul)) for row, n in zip(confidence, lengths, strict=True)]
         drafting = self.costs.draft(rows, self._asked)
@@ -253,13 +257,9 @@ class Schedule:
         def seconds(tokens: int) -> float:
             return drafting + self.costs.step(rows, tokens)
 
-        if not self.ahead:
+        if proposal.laws_BKV is not None:
             return admit(survival, seconds)
-        earlier = self._earlier[0] if self._earlier else []
-        self._earlier.append(survival)
-        if len(earlier) != rows:  # other requests: nothing is known of these from before
-            return admit(survival, seconds)
-        return spend(survival, budget(earlier, seconds))
+        return spend(survival, budget(survival, seconds))
 
     def heard(self, drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
         """What became of the round: drafts verified and accepted for each row, and its seconds."""
@@ -274,11 +274,16 @@ class Schedule:
         self._verified += sum(drafted)
         table = self.costs.draft(rows, self._asked) + self.costs.step(rows, rows + sum(drafted))
         seconds = self._drafting.hear(seconds, table)
-        lost = seconds - (rows + sum(accepted)) * self._plain_seconds(rows) / rows
+        lost = self._risk(rows, seconds) - sum(accepted) * self._plain_seconds(rows) / rows
         self._ledger.add(seconds, lost, self._window(rows))
         memory = MEMORY if self._probe is None else PROBE_MEMORY
-        self._accepted.hear(self._asked, accepted, memory)
-        self._given.hear(self._asked, drafted, memory)
+        # Where an answer ends before its drafts do, nothing is known of those that its room cut off.
+        pairs = zip(drafted, self._prefixes, strict=True)
+        known = [num if num < chosen else self._asked for num, chosen in pairs]
+        reached = [min(num, 1 + stood) for num, stood in zip(known, accepted, strict=True)]
+        self._accepted.hear(accepted, drafted, memory)
+        self._reached.hear(drafted, reached, memory)
+        self._given.hear(drafted, known, memory)
         if self._probe is not None:
             self._looked(seconds, lost)
 
@@ -306,8 +311,9 @@ class Schedule:
 
     def _tokens_a_second(self, rows: int) -> list[float]:
         """To expect at this load, by N."""
-        rates = [rows / self._plain_seconds(rows)]
-        tokens = zip(accumulate(self._accepted.upto()), accumulate(self._given.upto()), strict=True)
+        rates = [rows / (self._plain.ratio * self.costs.step(rows, rows))]
+        gained = map(mul, self._reached.upto(), self._accepted.upto())
+        tokens = zip(accumulate(gained), accumulate(self._given.upto()), strict=True)
         for n, (accepted, given) in enumerate(tokens, 1):
             step = self.costs.step(rows, rows * (1 + given))
             seconds = self._drafting_pace * (self.costs.draft(rows, n) + step)
@@ -316,14 +322,27 @@ class Schedule:
 
     def _affordable(self, rows: int, n: int, limit: float) -> bool:
         """Whether a round in which nothing is accepted keeps losses within the limit, or is the first."""
-        risk = self._drafting_pace * self.costs.round(rows, n) - self._plain_seconds(rows)
+        risk = self._risk(rows, self._drafting_pace * self.costs.round(rows, n))
+        limit = max(limit - self._listening(rows), LEAST_LIMIT)
         return self._ledger.worst <= 0 or self._ledger.worst + risk <= limit * self._window(rows)
+
+    def _risk(self, rows: int, seconds: float) -> float:
+        """What a round loses if nothing is accepted, beyond what plain rounds lose in its seconds."""
+        return seconds * (1 - self._listening(rows)) - self._plain_seconds(rows)
 
     def _window(self, rows: int) -> float:
         return max(WINDOW, WINDOW_ROUNDS * self._plain_seconds(rows))
 
     def _plain_seconds(self, rows: int) -> float:
-        return self._plain.ratio * self.costs.step(rows, rows)
+        """Of a round where nobody could draft, at the machine's pace of now."""
+        return self._plain.ratio * self.costs.plain(rows)
+
+    def _listening(self, rows: int) -> float:
+        """The share of a plain round that is lost because the proposer must hear of it.
+
+        All of a window may be plain rounds: it is taken off what drafting may lose.
+        """
+        return 1 - self.costs.plain(rows) / self.costs.step(rows, rows)
 
     @property
     def _drafting_pace(self) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from serve.load import Cell, Measured
+from serve.clients import Cell, Measured
 
 PLAIN = "none"  # the proposer that drafts nothing
 
@@ -70,7 +70,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                 "",
                 f"{cell.kind}, {row['prompt_tokens']:.0f} prompt tokens, temperature {cell.temperature:g}, "
                 f"{cell.concurrency} at a time",
-                f"{'proposer':16s} {'tokens/s':>9s} {'times':>6s} {'first token p50, p95':>21s} "
+                f"{'proposer':24s} {'tokens/s':>9s} {'times':>6s} {'first token p50, p95':>21s} "
                 f"{'ms/token':>9s} {'tau':>6s} {'drafted':>8s} {'accepted':>9s} {'other text':>11s}",
             ]
             before = cell
@@ -78,7 +78,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         times = f"{row['speedup']:.2f}" if "speedup" in row else "-"
         other = f"{row['other_text']} of {row['answers']}" if "other_text" in row else "-"
         lines.append(
-            f"{row['proposer']:16s} {row['tokens_per_second']:9.1f} {times:>6s} "
+            f"{row['proposer']:24s} {row['tokens_per_second']:9.1f} {times:>6s} "
             f"{row['first_token_p50']:10.3f} {row['first_token_p95']:8.3f} s {pace:>9s} {row['tau']:6.2f} "
             f"{row['drafted_per_round']:8.2f} {row['accepted_per_round']:9.2f} {other:>11s}"
         )

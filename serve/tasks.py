@@ -17,6 +17,7 @@ from serve.answer import Timed, capacity_for, decode, drafts_for, known_taus, lo
 from serve.costs import costs_for
 from serve.engine import Answer, Engine, Proposer
 from serve.http import create_app, listen, run_until_stopped
+from serve.law import Sampling, law, uniforms
 from serve.proposers import UNTRAINED, build, drafts_asked
 from serve.schedule import Schedule
 from serve.settings import PORT
@@ -37,14 +38,15 @@ def answer(run: Run) -> None:
     engine, plainly = Engine(target, proposer, n, capacity=capacity), Engine(target, capacity=capacity)
     if run.serve.compare:  # neither is timed cold
         for each in (engine, plainly):
-            decode(each, prompt, replace(run.serve, max_new_tokens=min(4, run.serve.max_new_tokens)))
-    drafted = decode(engine, prompt, run.serve, _printer())
+            short = replace(run.serve, max_new_tokens=min(4, run.serve.max_new_tokens))
+            decode(each, prompt, short, run.seed)
+    drafted = decode(engine, prompt, run.serve, run.seed, _printer())
     print(
         f"\n\n{len(drafted.answer.tokens)} tokens, N={engine.num_drafts}, tau {drafted.answer.tau:.2f}, "
         f"{drafted.tokens_per_second:.1f} tokens/s"
     )
     if run.serve.compare:
-        print(comparison(target, drafted, decode(plainly, prompt, run.serve)))
+        print(comparison(target, drafted, decode(plainly, prompt, run.serve, run.seed)))
 
 
 def http(run: Run) -> None:
@@ -110,18 +112,16 @@ def scheduled(
     return proposer, None, Schedule(costs, proposer.max_drafts, known)
 
 
-ROUNDING = 1e-3  # in logits: what the order of additions may change in fp32, with room
+ROUNDING = 1e-3  # in logits or shares: what the order of additions may change in fp32, with room
 
 
 def comparison(target: Target, drafted: Timed, plain: Timed) -> str:
-    """Speed beside plain decoding, and at temperature 0 whether the ids are the same.
+    """Speed beside plain decoding, and whether the ids are the same: drafts change none, at any temperature.
 
-    Errors: ``ValueError`` for ids that part in fp32 where the target's choice was no tie.
+    Errors: ``ValueError`` for ids that part in fp32 where the target's choice was not close.
     """
     ratio = drafted.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
     text = f"plain decoding {plain.tokens_per_second:.1f} tokens/s: drafting is {ratio:.2f} times as fast; "
-    if not plain.answer.request.sampling.greedy:
-        return text + "token ids are not compared, each run draws its own (serve.temperature=0 compares)"
     if drafted.answer.tokens == plain.answer.tokens:
         return text + "token ids are equal"
     pairs = zip(drafted.answer.tokens, plain.answer.tokens, strict=False)
@@ -131,21 +131,32 @@ def comparison(target: Target, drafted: Timed, plain: Timed) -> str:
     )
     if target.dtype != torch.float32:
         return text + f"token ids part at {at} (rounding; use hardware.dtype=float32 for equality)"
-    margin = top_margin(target, plain.answer.request.prompt + plain.answer.tokens[:at])
+    request = plain.answer.request
+    margin = margin_after(target, request.prompt + plain.answer.tokens[:at], request.sampling)
+    what = "the target's best two logits are" if request.sampling.greedy else "the draw and another token are"
     if margin >= ROUNDING:
         raise ValueError(
-            f"drafting changed the answer: token ids part at {at}, where the target's best two logits are "
-            f"{margin:.2g} apart in float32; this is a fault of the engine, report it with drafter and prompt"
+            f"drafting changed the answer: token ids part at {at}, where {what} {margin:.2g} apart in "
+            "float32; this is a fault of the engine, report it with drafter and prompt"
         )
-    return text + f"token ids part at {at}, where the target's best two logits are {margin:.1g} apart"
+    return text + f"token ids part at {at}, where {what} {margin:.1g} apart"
 
 
 @torch.inference_mode()
-def top_margin(target: Target, ids: list[int]) -> float:
-    """How far apart the target's best two logits are after these ids."""
+def margin_after(target: Target, ids: list[int], sampling: Sampling) -> float:
+    """How far the target's choice after these ids is from another one.
+
+    Of a greedy choice how far its best two logits are apart; else the share of the law between what was drawn
+    and the nearest token beside it.
+    """
     last_1TD = target.states(torch.tensor([ids], device=target.device), []).last()
-    best, second = target.head(last_1TD[0, -1]).topk(2).values.tolist()
-    return best - second
+    logits_V = target.head(last_1TD[0, -1])
+    if sampling.greedy:
+        best, second = logits_V.topk(2).values.tolist()
+        return best - second
+    upto_V = law(logits_V[None], sampling)[0].double().cumsum(0)
+    (drawn,) = uniforms(sampling.seed, "next", len(ids), 1)
+    return float((upto_V / upto_V[-1] - drawn).abs().min())
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:

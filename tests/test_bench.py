@@ -13,18 +13,27 @@ from matplotlib.image import imread
 
 from drafters import checkpoint
 from drafters.target import HardwareConfig, load
-from serve import load as module
-from serve.bench import BenchConfig, all_there_are, measure
+from serve import bench
+from serve import clients as module
+from serve.bench import BenchConfig, all_there_are, engine_maker, measure
+from serve.clients import Cell, Heard, Measured, closed_loop
+from serve.costs import Costs, Table
 from serve.engine import Answer, Engine, Request, Round
 from serve.law import Sampling
-from serve.load import Cell, Heard, Measured, closed_loop
 from serve.prompts import built_in, read_prompts
-from serve.proposers import ProposerConfig, build
+from serve.proposers import ProposerConfig
+from serve.schedule import Schedule
 from serve.speeds import draw, row_of, summarise, table
 from tests import tiny
 from tests.commands import CPU, command, refusal
 
 CELL = Cell("short", 0.0, 2)
+
+
+def cheap(*_) -> Costs:
+    """Drafting costs next to nothing."""
+    one = Table((1,), (1,), ((1e-3,),))
+    return Costs(Table((1,), (1, 2), ((1e-3, 1e-3),)), Table((1,), (1,), ((1e-6,),)), one)
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +88,14 @@ def test_an_answer_of_one_token_has_no_time_per_token(target):
 
 
 @pytest.mark.parametrize("heat", [0.0, 1.0])
-def test_all_proposers_get_the_same_requests_and_give_the_same_text(target, heat):
+def test_all_proposers_get_the_same_requests_and_give_the_same_text(target, heat, monkeypatch):
+    monkeypatch.setattr(bench, "costs_for", cheap)
     drafter = tiny.loud(target, "dflash")
     names = all_there_are("dflash")
-    makers = {name: partial(build, name, drafter, ProposerConfig()) for name in names}
+    makers = {name: engine_maker(name, target, drafter, ProposerConfig(), 2) for name in names}
     config = BenchConfig(concurrency=[2], temperatures=[heat], requests=3, max_new_tokens=10)
     asked = {"one": prompts(4), "other": prompts(3, 12)}
-    found = {(cell, name): measured for cell, name, measured in measure(target, makers, asked, config)}
+    found = {(cell, name): measured for cell, name, measured in measure(makers, asked, config)}
     assert len(found) == 2 * len(names)
     for (cell, _), measured in found.items():
         assert [one.answer.request.prompt for one in measured.heard] == asked[cell.kind][:3]
@@ -95,19 +105,40 @@ def test_all_proposers_get_the_same_requests_and_give_the_same_text(target, heat
     assert {"dflash", "suffix+dflash"} <= drafted <= {*names} - {"none"}
 
 
+def test_a_scheduled_proposer_runs_as_the_server_runs_it(target, monkeypatch):
+    """Costs are those of the largest concurrency; every engine has a schedule of its own, also of N."""
+    asked = []
+    monkeypatch.setattr(bench, "costs_for", lambda *given: asked.append(given[1:]) or cheap())
+    drafter = tiny.loud(target, "dflash")
+    config = ProposerConfig(n=2)
+    make = engine_maker("dflash, scheduled", target, drafter, config, 7, {1: 1.5})
+    one, other = make(2, 40), make(7, 50)
+    assert asked == [(drafter, 7)]
+    assert (one.slots, one.capacity, one.num_drafts) == (2, 40, 4)
+    assert isinstance(one.schedule, Schedule)
+    assert one.schedule is not other.schedule
+    assert one.schedule._accepted.upto()[0] == 0.5
+    combined = engine_maker("suffix+dflash, scheduled", target, drafter, config, 7, {1: 1.5})(2, 40)
+    assert (combined.num_drafts, combined.proposer.n) == (16, 4)
+    assert combined.schedule._accepted.upto()[0] != 0.5  # what is known is known of the drafter alone
+    assert engine_maker("dflash", target, drafter, config, 7)(2, 40).schedule is None
+    with pytest.raises(ValueError, match="'none, scheduled' has no drafts to schedule; write none"):
+        engine_maker("none, scheduled", target, drafter, config, 7)
+
+
 def test_measurements_are_shuffled_and_repeated_with_a_new_proposer_each(target):
     made = Counter()
 
-    def make(name):
+    def make(name, slots, capacity):
         made[name] += 1
-        return build(name, None, ProposerConfig())
+        return engine_maker(name, target, None, ProposerConfig(), 2)(slots, capacity)
 
     config = BenchConfig(concurrency=[1, 2], requests=2, max_new_tokens=1, repeats=2)
     makers = {name: partial(make, name) for name in ("none", "ngram", "suffix")}
     asked = {"a": prompts(2), "b": prompts(2, 5)}
 
     def order(seed):
-        return [(cell, name) for cell, name, _ in measure(target, makers, asked, config, seed=seed)]
+        return [(cell, name) for cell, name, _ in measure(makers, asked, config, seed)]
 
     first = order(0)
     assert made == {"none": 8, "ngram": 8, "suffix": 8}
@@ -121,17 +152,15 @@ def test_n_is_the_number_of_drafts_of_a_round(target, n, most):
     drafter = tiny.loud(target, "dflash")
     assert drafter.max_drafts == 4
     config = BenchConfig(concurrency=[1], requests=1, max_new_tokens=20)
-    ((_, _, measured),) = measure(
-        target, {"dflash": lambda: drafter}, {"a": prompts(1)}, config, n={"dflash": n}
-    )
+    maker = engine_maker("dflash", target, drafter, ProposerConfig(n=n), 1)
+    ((_, _, measured),) = measure({"dflash": maker}, {"a": prompts(1)}, config)
     assert max(r.drafted for one in measured.heard for r in one.answer.rounds) == most
 
 
 def test_more_drafts_than_the_drafter_was_trained_for_are_refused(target):
-    makers = {"dflash": lambda: tiny.loud(target, "dflash")}
-    config = BenchConfig(concurrency=[1], requests=1)
+    make = engine_maker("dflash", target, tiny.loud(target, "dflash"), ProposerConfig(n=99), 1)
     with pytest.raises(ValueError, match="n=99: .* at most 4 drafts"):
-        list(measure(target, makers, {"a": prompts(1)}, config, n={"dflash": 99}))
+        make(1, 40)
 
 
 # What is counted --------------------------------------------------------------------------------------
@@ -283,6 +312,7 @@ def test_settings_that_measure_nothing_are_refused(settings, message):
 @pytest.fixture
 def asked(workshop, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     target = load(str(workshop / "target"), HardwareConfig(dtype="float32", device="cpu"))
     checkpoint.write(tiny.dflash(target), tmp_path / "drafter")
     written(tmp_path / "p.jsonl", *({"prompt": f"question {i}"} for i in range(3)))
@@ -299,7 +329,8 @@ def asked(workshop, tmp_path, monkeypatch):
 def test_the_command_leaves_a_table_json_and_a_picture(asked, capsys, tmp_path):
     assert command("serve", *asked, "out=results", "bench.temperatures=[0.7]", "seed=3") == 0
     result = json.loads((tmp_path / "results" / "bench.json").read_text())
-    names = ["none", "ngram", "suffix", "dflash", "suffix+dflash"]
+    trained = ["dflash", "dflash, scheduled", "suffix+dflash", "suffix+dflash, scheduled"]
+    names = ["none", "ngram", "suffix", *trained]
     cells = itertools.product([0.7], [1, 2], names)
     assert [(r["temperature"], r["concurrency"], r["proposer"]) for r in result["rows"]] == [*cells]
     assert all(row["other_text"] == 0 and row["tokens_per_second"] > 0 for row in result["rows"])
@@ -321,6 +352,7 @@ def test_without_a_drafter_the_proposers_that_need_none_are_measured(asked, tmp_
         ("bench.requests=4", "bench.requests=4, but there are 3 prompts of kind file"),
         ("bench.kinds=[short]", "['short'] is none of ['file']"),
         ("bench.proposers=[none,ngrm]", "Did you mean ngram?"),
+        ("bench.proposers=['ngrm, scheduled']", "Did you mean ngram?"),
         ("bench.max_new_tokens=9999", "exceed the target's context of 512"),
         ("bench.prompts=nowhere.jsonl", "nowhere.jsonl: no such file"),
         ("drafter=nowhere", "drafter=nowhere: no drafter directory"),

@@ -7,9 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.dspark import DSparkConfig
+from drafters.eagle3 import Eagle3Config
 from drafters.method import build
 from serve import costs as module
-from serve.costs import Costs, Table, costs_for, kept, key_of, measure, spread
+from serve.costs import Costs, Table, costs_for, kept, key_of, measure, pieces, spread
+from serve.engine import Engine
+from serve.ngram import Ngram, NgramConfig
+from serve.proposers import Combined
+from serve.suffix import Suffix, SuffixConfig
 from tests import tiny
 
 
@@ -28,11 +33,36 @@ def test_points_take_turns_the_first_turn_warms_up_and_medians_count():
     order: list = []
     step = fake({(1, 1): [9, 1, 2, 8], (1, 3): [9, 5, 3, 4]}, order)
     draft = fake({(1, 2): [9, 1, 1, 7]}, order)
-    found = measure(step, draft, rows=[1], ns=[2], repeats=3)
-    assert order == [(1, 1), (1, 3), (1, 2)] * 4
-    assert (found.step(1, 1), found.step(1, 3), found.draft(1, 2)) == (2, 4, 1)
+    plain = fake({(1, 1): [9, 1, 1.5, 8]}, order)
+    found = measure(step, draft, plain, rows=[1], ns=[2], repeats=3)
+    assert order == [(1, 1), (1, 3), (1, 2), (1, 1)] * 4
+    assert (found.step(1, 1), found.step(1, 3), found.draft(1, 2), found.plain(1)) == (2, 4, 1, 1.5)
     assert found.draft(1, 0) == 0
     assert found.round(1, 2) == 5
+
+
+def test_plain_decoding_never_costs_more_than_the_same_with_a_proposer():
+    one, two, half = (Table((1,), (1,), ((seconds,),)) for seconds in (1.0, 2.0, 0.5))
+    assert [Costs(one, half, alone).plain(1) for alone in (half, two)] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "plain", "taus", "best"),
+    [
+        ((1.1, 1.2), 1.0, {1: 1.5, 2: 1.9}, 2),
+        ((1.1, 1.9), 1.0, {1: 1.5, 2: 1.9}, 1),
+        ((1.6, 2.0), 1.0, {1: 1.5, 2: 1.9}, 0),
+        ((1.6, 2.0), 1.2, {1: 1.5, 2: 1.9}, 2),
+        ((1.1, 1.1), 1.0, {1: 1.5}, 1),
+        ((1.1, 1.1), 1.0, {2: 1.5}, 2),
+        ((1.1, 1.2), 1.0, {}, 0),
+        ((1.05, 1.05), 1.0, {1: 1.05}, 0),
+    ],
+)
+def test_the_fastest_number_of_drafts_has_the_most_tokens_a_second(rounds, plain, taus, best):
+    steps = Table((1,), (1, 2, 3), ((plain, *(seconds - 0.05 for seconds in rounds)),))
+    drafting, alone = Table((1,), (1, 2), ((0.05, 0.05),)), Table((1,), (1,), ((plain,),))
+    assert Costs(steps, drafting, alone).fastest(taus) == best
 
 
 GRID = [(rows, column) for rows in (1, 2, 5) for column in (1, 2, 4)]
@@ -94,8 +124,12 @@ def test_the_points_to_measure_reach_the_last_and_are_few():
 
 # Kept between starts ----------------------------------------------------------------------------------
 
-SOME = Costs(Table((1, 2), (1, 2), ((1.0, 2.0), (2.0, 3.5))), Table((1, 2), (1,), ((0.1,), (0.2,))))
-OTHER = Costs(SOME.steps, Table((1,), (1,), ((9.0,),)))
+SOME = Costs(
+    Table((1, 2), (1, 2), ((1.0, 2.0), (2.0, 3.5))),
+    Table((1, 2), (1,), ((0.1,), (0.2,))),
+    Table((1,), (1,), ((0.75,),)),
+)
+OTHER = Costs(SOME.steps, Table((1,), (1,), ((9.0,),)), SOME.alone)
 KEY = {"machine": "this", "slots": 2}
 
 
@@ -138,6 +172,16 @@ def test_a_damaged_or_foreign_file_is_measured_again_and_replaced(folder, at):
     assert kept(KEY, never) == OTHER
 
 
+@pytest.mark.parametrize("where", ["costs", "costs/sub"])
+def test_a_cache_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, monkeypatch, caplog, where):
+    (tmp_path / "costs").write_text("a file where a folder should be")
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / where))
+    assert kept(KEY, lambda: SOME) == SOME
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "FOREDRAFT_CACHE" in record.getMessage()
+
+
 def test_what_costs_depend_on_is_in_the_key(monkeypatch):
     target = tiny.target()
     drafter = build(DSparkConfig(block_size=4, num_layers=1, num_states=2), target)
@@ -154,7 +198,33 @@ def test_what_costs_depend_on_is_in_the_key(monkeypatch):
     others.append(key_of(target, drafter, 2))
     monkeypatch.setattr(module, "_machine", lambda device: "another")
     others.append(key_of(target, drafter, 2))
-    assert len({json.dumps(other) for other in [key, *others]}) == 7
+    monkeypatch.setattr(target.config, "_attn_implementation", "another")
+    others.append(key_of(target, drafter, 2))
+    assert len({json.dumps(other) for other in [key, *others]}) == 8
+
+
+def test_combinations_of_other_parts_have_other_keys():
+    target = tiny.target()
+    sizes = {
+        "dspark": DSparkConfig(block_size=4, num_layers=1, num_states=2),
+        "eagle3": Eagle3Config(unroll=4),
+    }
+    small, chain = (build(config, target) for config in sizes.values())
+    large = build(DSparkConfig(block_size=4, num_layers=2, num_states=2), target)
+    suffix, ngram = Suffix(SuffixConfig()), Ngram(NgramConfig())
+    proposers = [
+        Combined(suffix, small, 4),
+        Combined(suffix, chain, 4),
+        Combined(suffix, large, 4),
+        Combined(ngram, small, 4),
+        Combined(Suffix(SuffixConfig(max_drafts=9)), small, 4),
+        Combined(suffix, small, 5),
+        Combined(suffix, small, 4, n=2),
+        small,
+        suffix,
+    ]
+    assert len({json.dumps(key_of(target, proposer, 2)) for proposer in proposers}) == len(proposers)
+    assert key_of(target, Combined(suffix, small, 4), 2) == key_of(target, proposers[0], 2)
 
 
 # On an engine -----------------------------------------------------------------------------------------
@@ -165,7 +235,10 @@ def test_what_is_measured_is_what_an_engine_does(folder, monkeypatch):
     target = tiny.target(layers=3)
     drafter = build(DSparkConfig(block_size=3, num_layers=1, num_states=2), target)
     clock = {"now": 0.0}
-    states, propose = target.states, drafter.propose
+    states, propose, advance, forward = target.states, drafter.propose, drafter.advance, Engine.forward
+
+    def tick(kept):
+        clock["now"] += 0.2 * len(kept)
 
     def stepped(tokens, *args, **settings):
         clock["now"] += 1 + 0.1 * tokens.numel()
@@ -178,10 +251,31 @@ def test_what_is_measured_is_what_an_engine_does(folder, monkeypatch):
     monkeypatch.setattr(target, "states", stepped)
     monkeypatch.setattr(drafter, "propose", drafted)
     monkeypatch.setattr(module, "perf_counter", lambda: clock["now"])
+    fed = []
+    monkeypatch.setattr(drafter, "advance", lambda *given: tick(given[4]) or advance(*given))
+    monkeypatch.setattr(Engine, "forward", lambda *given: fed.append(given[3:]) or forward(*given))
     found = costs_for(target, drafter, 2)
-    assert found.step(1, 1) == pytest.approx(1.1)
-    assert found.step(2, 8) == pytest.approx(1.8)
+    assert found.plain(1) == pytest.approx(1.1)
+    assert found.step(1, 1) == pytest.approx(1.3)
+    assert found.step(2, 8) == pytest.approx(2.2)
+    assert ([5, 3],) in fed  # rows of unequal lengths
     assert found.draft(1, 3) == pytest.approx(0.53)
     assert found.draft(2, 2) == pytest.approx(0.54)
     monkeypatch.setattr(module, "pieces", never)
     assert costs_for(target, drafter, 2) == found
+
+
+@pytest.mark.parametrize("first", [Ngram(NgramConfig()), Suffix(SuffixConfig())], ids=["ngram", "suffix"])
+def test_a_combination_pays_for_its_trained_drafter_at_every_number_of_drafts(first, monkeypatch):
+    target = tiny.target(layers=3)
+    second = build(DSparkConfig(block_size=3, num_layers=1, num_states=2), target)
+    propose, asked = second.propose, []
+    monkeypatch.setattr(
+        second, "propose", lambda *given: asked.append((len(given[1]), given[3])) or propose(*given)
+    )
+    step, draft = pieces(target, Combined(first, second, 4), 2, 9)
+    points = [(rows, n) for rows in (1, 2) for n in (1, 2, 3, 8)]
+    for rows, n in points:
+        step(rows, 1 + n)
+        draft(rows, n)
+    assert asked == [(rows, min(n, 3)) for rows, n in points]

@@ -252,6 +252,26 @@ def test_requests_that_share_a_batch_change_nothing_for_each_other(target):
     assert drafter.propose(state, range(3), roots, 7).tokens_BK.tolist() == [alone[2], alone[0], alone[1]]
 
 
+@torch.no_grad()
+def test_rows_that_advance_together_hold_what_each_holds_alone(target):
+    """Rows of different lengths, the first of them empty; of every round another number of tokens is kept."""
+    drafter, num, slots = make(target), 5, range(1, 4)
+    together, alone = drafter.begin(5, 40), drafter.begin(5, 40)
+    generator = torch.Generator().manual_seed(0)
+    for kept in ([0, 4, 2], [5, 1, 0], [1, 3, 5]):
+        tokens_BJ = torch.randint(9, 200, (3, num), generator=generator)
+        states = States(torch.randn(3, num, len(drafter.layer_ids), target.hidden_size, generator=generator))
+        drafter.advance(together, slots, states, tokens_BJ, kept)
+        for i, slot in enumerate(slots):
+            one = slice(i, i + 1)
+            drafter.advance(alone, range(slot, slot + 1), states[one], tokens_BJ[one], kept[one])
+    assert together.lengths == alone.lengths == [0, 6, 8, 7, 0]
+    for name in ("keys", "values", "pending"):
+        one, other = (torch.stack([*vars(state)[name]]) for state in (together, alone))
+        assert difference(one, other) <= 1e-6
+    assert float(together.keys[1].abs().max()) > 0.1
+
+
 def test_visible_keys_and_rotary_positions_are_those_of_the_case(target, monkeypatch):
     case = json.loads((CASES / "t02_attention_masks.json").read_text())["eagle3_unroll"]
     num, steps = case["seq_len"], len(case["visible_key_count"])

@@ -35,7 +35,7 @@ def survival_of(confidence: Sequence[float]) -> list[float]:
 
 
 def retrospective(survival: Sequence[Sequence[float]], seconds: Callable[[int], float]) -> list[int]:
-    """What must not be done: search all of the table with the confidences of now."""
+    """What must not be done where drafts are drawn: search all of the table with the confidences of now."""
     return spend(survival, budget(survival, seconds))
 
 
@@ -206,12 +206,6 @@ def test_the_output_of_every_row_has_the_targets_law_and_rows_stay_independent(r
     assert error(rows, lambda survival: admit(survival, table.__getitem__)) < 1e-9
 
 
-@given(st.lists(a_row(), min_size=1, max_size=2), st.integers(0, 2 * K))
-@quick
-def test_so_it_has_with_a_budget_from_before_which_the_confidences_of_now_only_spend(rows, total):
-    assert error(rows, lambda survival: spend(survival, total)) < 1e-9
-
-
 @given(a_row(), tables)
 @quick
 def test_drafts_that_are_functions_of_the_past_may_be_chosen_by_anything(row, rises):
@@ -230,17 +224,28 @@ def test_drafts_that_are_functions_of_the_past_may_be_chosen_by_anything(row, ri
 def test_acceptance_by_position_is_what_was_heard_and_old_rounds_fade():
     found = Survival([0.5, 0.5, 0.5])
     for _ in range(400):
-        found.hear(3, [3, 1, 0, 2], memory=50)
+        found.hear([3, 1, 0, 2], [3] * 4, memory=50)
     assert found.upto() == pytest.approx([0.75, 0.5, 0.25], abs=0.05)
     for _ in range(400):
-        found.hear(3, [0], memory=50)
+        found.hear([0], [3], memory=50)
     assert found.upto()[0] < 0.01
+
+
+def test_drafts_that_were_not_verified_are_not_counted_as_refused():
+    """Every second row verifies one draft and one none; all that are verified pass but the third."""
+    found = Survival([0.5, 0.5, 0.5])
+    for _ in range(800):
+        found.hear([2, 1, 2, 0], [3, 1, 3, 0], memory=500)
+    assert found.upto() == pytest.approx([1, 1, 0], abs=0.05)
+    for _ in range(10_000):
+        found.hear([0, 0], [0, 0], memory=8)
+    assert found.upto() == pytest.approx([1, 1, 0], abs=0.05)
 
 
 def test_positions_that_are_not_asked_for_come_to_be_believed_like_those_before():
     found = Survival([0.9, 0.1, 0.1])
     for _ in range(400):
-        found.hear(1, [1], memory=50)
+        found.hear([1], [1], memory=50)
     assert found.upto() == pytest.approx([1, 1, 1], abs=0.05)
 
 
@@ -262,8 +267,10 @@ def test_what_a_drafter_directory_states_of_tau_is_the_first_belief(taus, condit
 # Minutes ----------------------------------------------------------------------------------------------
 
 
-def costs(step: float = 1, draft: float = 1, plain: float = 1, scale: float = 1) -> Costs:
-    """Plain rounds of 30 ms; each factor makes one part of the table wrong."""
+def costs(
+    step: float = 1, draft: float = 1, plain: float = 1, scale: float = 1, listening: float = 0
+) -> Costs:
+    """Plain rounds of 30 ms, a share of them for a proposer to hear; each factor makes one part wrong."""
     rows, ns = (1, 2, 4, 8), range(8)
     steps = [
         [step * scale * (plain if n == 0 else 1) * (0.028 + 0.002 * r * (1 + n)) for n in ns] for r in rows
@@ -272,6 +279,7 @@ def costs(step: float = 1, draft: float = 1, plain: float = 1, scale: float = 1)
     return Costs(
         Table(rows, tuple(1 + n for n in ns), tuple(map(tuple, steps))),
         Table(rows, tuple(ns[1:]), tuple(map(tuple, drafts))),
+        Table(rows, (1,), tuple(((1 - listening) * row[0],) for row in steps)),
     )
 
 
@@ -303,8 +311,8 @@ def play(schedule, acceptance, seconds, *, true=None, rows=lambda at: 1, seed=0)
         spent = noise * (true.draft(num, n) + true.step(num, num + sum(lengths)))
         schedule.heard(lengths, accepted, spent)
         at += spent
-        plain = (num + sum(accepted)) * true.step(num, num) / num
-        out.append(Played(at, spent, plain if n else spent, n))
+        plain = (num + sum(accepted)) * true.plain(num) / num
+        out.append(Played(at, spent, plain if n else noise * plain, n))
     return out
 
 
@@ -346,12 +354,28 @@ LOADS = [lambda at: 1, lambda at: 4, lambda at: 1 + int(at / 3) % 8]
 @pytest.mark.parametrize("kind", ACCEPTANCE)
 @pytest.mark.parametrize("at", range(len(WRONG)), ids=lambda at: str(WRONG[at]))
 def test_no_minute_is_slower_than_plain_decoding_by_more_than_3_percent(kind, at):
-    """However acceptance changes, and where a part of the cost table is wrong by a factor of 2."""
+    """However acceptance changes, and where a part of the cost table is wrong by a factor of 2.
+
+    Also where plain rounds are slower by up to 2 % because a proposer hears of them.
+    """
     rows = LOADS[(at + len(kind)) % len(LOADS)]
-    scale = (1, 3, 6)[at % 3]  # plain rounds of 0.03 to 0.26 seconds
-    schedule = Schedule(costs(**WRONG[at], scale=scale), 7)
-    rounds = play(schedule, ACCEPTANCE[kind], 160, true=costs(scale=scale), rows=rows)
+    shared = {"scale": (1, 3, 6)[at % 3], "listening": (0, 0.01, 0.02)[(at + len(kind)) // 3 % 3]}
+    schedule = Schedule(costs(**WRONG[at], **shared), 7)  # plain rounds of 0.03 to 0.26 seconds
+    rounds = play(schedule, ACCEPTANCE[kind], 160, true=costs(**shared), rows=rows)
     assert worst_minute(rounds) >= 0.97
+
+
+def test_the_simulation_would_show_that_plain_rounds_with_a_proposer_are_taken_for_plain_decoding():
+    believed, true = costs(), costs(listening=0.03)
+    assert worst_minute(play(Schedule(believed, 7), ACCEPTANCE["none"], 100, true=true)) < 0.965
+
+
+@pytest.mark.parametrize("listening", [0.02, 0.06])
+def test_drafting_comes_back_also_where_plain_rounds_alone_lose_more_than_may_be_lost(listening):
+    shared = costs(listening=listening)
+    rounds = play(Schedule(shared, 7), ACCEPTANCE["recovers"], 200, true=shared)
+    assert speed([played for played in rounds if 10 < played.at <= 60]) > 1 - listening - 0.01
+    assert speed(rounds, since=120) > 1.5
 
 
 def test_the_simulation_would_show_a_schedule_that_always_drafts():
@@ -406,7 +430,9 @@ def test_the_number_of_drafts_is_the_fastest_and_falls_with_the_load():
 
 def test_with_rows_enough_plain_decoding_is_chosen():
     steep = Costs(
-        Table((1, 64), (1, 8), ((0.03, 0.031), (0.1, 0.8))), Table((1, 64), (1, 7), ((0.01, 0.01),) * 2)
+        Table((1, 64), (1, 8), ((0.03, 0.031), (0.1, 0.8))),
+        Table((1, 64), (1, 7), ((0.01, 0.01),) * 2),
+        Table((1, 64), (1,), ((0.03,), (0.1,))),
     )
     schedule = Schedule(steep, 7)
     play(schedule, ACCEPTANCE["good"], 20, true=steep)
@@ -428,8 +454,9 @@ def test_drafting_is_compared_with_plain_rounds_of_now():
     schedule = Schedule(costs(), 7)
     play(schedule, ACCEPTANCE["little"], 30)
     assert schedule.n == 0
-    slow = costs()
-    slow = Costs(Table((1, 2, 4, 8), (1, 8), ((0.09, 0.091),) * 4), slow.drafting)
+    loads = (1, 2, 4, 8)
+    steps, plain = Table(loads, (1, 8), ((0.09, 0.091),) * 4), Table(loads, (1,), ((0.09,),) * 4)
+    slow = Costs(steps, costs().drafting, plain)
     assert speed(play(schedule, ACCEPTANCE["little"], 60, true=slow), since=40) > 1.1
 
 
@@ -437,6 +464,7 @@ def test_a_hiccup_of_the_machine_ends_nothing():
     schedule = Schedule(costs(), 7)
     play(schedule, ACCEPTANCE["good"], 20)
     before = schedule.drafts(1)
+    schedule.prefixes(Proposal(NONE_BK[:1, :before]), 1)
     schedule.heard([before], [0], 30.0)
     assert schedule.drafts(1) > 0
 
@@ -444,17 +472,16 @@ def test_a_hiccup_of_the_machine_ends_nothing():
 # Prefixes ---------------------------------------------------------------------------------------------
 
 
-def proposal(confidence=None, lengths=None, rows=2, num=3) -> Proposal:
+def proposal(confidence=None, lengths=None, rows=2, num=3, laws=None) -> Proposal:
     given = None if confidence is None else torch.tensor(confidence)
-    return Proposal(torch.zeros(rows, num, dtype=torch.long), None, given, lengths)
+    return Proposal(torch.zeros(rows, num, dtype=torch.long), laws, given, lengths)
 
 
-def schedule_for(seconds: Sequence[float], **settings) -> Schedule:
+def schedule_for(seconds: Sequence[float]) -> Schedule:
     """A schedule of one row whose step over 1, 2, ... tokens takes so long, and that asks for all drafts."""
     columns = tuple(range(1, 1 + len(seconds)))
-    schedule = Schedule(
-        Costs(Table((1,), columns, (tuple(seconds),)), Table((1,), (1,), ((1e-9,),))), 2, **settings
-    )
+    steps, alone = Table((1,), columns, (tuple(seconds),)), Table((1,), (1,), ((seconds[0],),))
+    schedule = Schedule(Costs(steps, Table((1,), (1,), ((1e-9,),)), alone), 2)
     schedule.drafts(1)
     return schedule
 
@@ -475,16 +502,28 @@ def test_confidences_decide_but_not_beyond_the_real_drafts():
     assert schedule.prefixes(proposal([[float("nan")] * 3] * 2), 2) == [0, 0]
 
 
-def test_confidences_of_two_rounds_ago_say_how_many_and_those_of_now_say_nothing_of_it():
-    dented = [1.0, 2.0, 1 / 0.45]
-    high, low = ([[0.8, 0.9]], None, 1, 2), ([[0.8, 0.1]], None, 1, 2)
-    assert schedule_for(dented).prefixes(proposal(*high), 1) == [0]
-    ahead = schedule_for(dented, ahead=True)
-    assert ahead.prefixes(proposal(*high), 1) == [0]  # nothing is known yet
-    assert ahead.prefixes(proposal(*high), 1) == [2]
-    for now in (low, low, high, low):
-        before = [row[:] for row in ahead._earlier[0]]
-        assert ahead.prefixes(proposal(*now), 1) == [budget(before, lambda tokens: dented[tokens - 1])]
+def test_the_best_prefixes_are_looked_for_past_a_dent_unless_drafts_were_drawn():
+    schedule = schedule_for([1.0, 2.0, 1 / 0.45])
+    high, low = [[0.8, 0.9]], [[0.8, 0.1]]
+    drawn = torch.full((1, 2, 4), 0.25)
+    assert schedule.prefixes(proposal(high, None, 1, 2), 1) == [2]
+    assert schedule.prefixes(proposal(high, None, 1, 2, drawn), 1) == [0]
+    assert schedule.prefixes(proposal(low, None, 1, 2), 1) == [0]
+
+
+def test_what_the_room_of_an_answer_cuts_off_says_nothing_of_acceptance_and_what_prefixes_cut_does():
+    """Every second round verifies 1 of 3 drafts; all that are verified are accepted."""
+    expected = {}
+    for chosen in (3, 1):
+        schedule = Schedule(costs(), 3)
+        schedule._asked = 3
+        for at in range(400):
+            schedule._prefixes = [3 if at % 2 else chosen]
+            schedule.heard([3 if at % 2 else 1], [3 if at % 2 else 1], 0.05)
+        assert schedule._accepted.upto() == pytest.approx([1, 1, 1], abs=0.01)
+        expected[chosen] = list(map(mul, schedule._reached.upto(), schedule._accepted.upto()))
+    assert expected[3] == pytest.approx([1, 1, 1], abs=0.05)
+    assert expected[1] == pytest.approx([1, 0.5, 0.5], abs=0.05)
 
 
 def test_the_summary_counts_plain_rounds_and_verified_drafts():
@@ -494,6 +533,7 @@ def test_the_summary_counts_plain_rounds_and_verified_drafts():
     schedule.heard([0, 0], [0, 0], 0.03)
     for _ in range(3):
         assert schedule.drafts(2) == 3
+        assert schedule.prefixes(proposal(lengths=[3, 1]), 2) == [3, 1]
         schedule.heard([3, 1], [3, 1], 0.04)
     assert schedule.summary.drafts == 3
     assert schedule.summary.plain_share == 0.25
@@ -572,14 +612,15 @@ class Knowing:
 PROMPTS = [tiny.example(6 + at, 6 + at, seed=at).ids for at in range(5)]
 
 
-def answers(target, proposer, slots: int, temperature: float, ahead: bool = False, monkeypatch=None) -> list:
+def answers(target, proposer, slots: int, temperature: float, monkeypatch=None) -> list:
     """Each request's answer; with a proposer, scheduled, on a clock of 1 second between two looks at it."""
     schedule = None
     if proposer is not None:
         clock = itertools.count()
         monkeypatch.setattr(engine_module, "perf_counter", lambda: float(next(clock)))
-        cheap = Costs(Table((1,), (1, 5), ((1.0, 1.3),)), Table((1,), (1,), ((1e-3,),)))
-        schedule = Schedule(cheap, proposer.max_drafts, ahead=ahead)
+        one = Table((1,), (1,), ((1.0,),))
+        cheap = Costs(Table((1,), (1, 5), ((1.0, 1.3),)), Table((1,), (1,), ((1e-3,),)), one)
+        schedule = Schedule(cheap, proposer.max_drafts)
     engine = Engine(target, proposer, slots=slots, capacity=64, chunk=4, schedule=schedule)
     requests = [Request(ids, 16, Sampling(temperature, seed=at)) for at, ids in enumerate(PROMPTS)]
     submitted = [engine.submit(request) for request in requests]
@@ -592,16 +633,15 @@ def test_plain_decoding_is_the_targets_own(target, plain):
     assert [a.tokens for a in plain[0.0]] == [tiny.greedy(target, ids, 16) for ids in PROMPTS]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("kind", ["dspark", "knowing"])
 def test_answers_of_a_scheduled_engine_are_those_of_plain_decoding(
-    target, drafter, plain, kind, slots, temperature, ahead, monkeypatch
+    target, drafter, plain, kind, slots, temperature, monkeypatch
 ):
     plainly = plain[temperature]
     proposer = drafter if kind == "dspark" else Knowing([a.request.prompt + a.tokens for a in plainly])
-    found = answers(target, proposer, slots, temperature, ahead, monkeypatch)
+    found = answers(target, proposer, slots, temperature, monkeypatch)
     assert [(a.tokens, a.finish) for a in found] == [(a.tokens, a.finish) for a in plainly]
     lengths = {one.drafted for answer in found for one in answer.rounds}
     assert len(lengths) > 2  # rounds of several lengths, the first without drafts
