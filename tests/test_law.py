@@ -59,7 +59,7 @@ def assert_as_by_loops(sampling: Sampling) -> None:
     assert found_JV.dtype == torch.float32
     for j, found_V in enumerate(found_JV):
         want = by_loops(LOGITS_JV[j], sampling, PROMPT, ANSWER + DRAFTS[:j])
-        assert found_V.tolist() == pytest.approx(want, abs=2e-6), (sampling, j)
+        assert found_V.tolist() == pytest.approx(want, abs=1e-5), (sampling, j)
 
 
 SINGLE = {
