@@ -214,6 +214,13 @@ def read(directory: Path, target: Target) -> Drafter:
         except KeyError as error:
             raise ValueError(f"{directory}/config.json has no {error}; export the run again") from error
     _check_temperatures(drafter, directory)
+    if "foredraft" in found and "speculators_config" in found:
+        most = found["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+        if most != drafter.max_drafts:
+            raise ValueError(
+                f"{directory}/config.json: speculative_tokens={most}, but its sizes are those of "
+                f"{drafter.max_drafts} drafts; export the run again"
+            )
     return drafter
 
 
@@ -356,6 +363,12 @@ def _check_target(stored: dict[str, Any] | None, target: Target, directory: Path
                 f"drafter={directory} was made for another target: its {key} is {stored[key]}, that of "
                 f"{target.name} is {target.fingerprint[key]}; give target= the model it was trained on"
             )
+
+
+def other_weights(directory: Path, target: Target) -> str | None:
+    """The weights that a drafter was trained on, where they are not the target's; ``None`` where they are."""
+    trained = (read_config(directory).get("foredraft", {}).get("target") or {}).get("weights")
+    return None if trained in (None, target.fingerprint["weights"]) else trained
 
 
 def own_version() -> str:

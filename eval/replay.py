@@ -43,9 +43,10 @@ class Counts:
         self.survived = self.survived or [0] * self.max_n
 
     def add_round(self, accepted: int, emitted: int) -> None:
+        """A round counts the drafts that it emitted, not those that stood beyond the end of the answer."""
         self.rounds += 1
         self.tokens += emitted
-        for k in range(accepted):
+        for k in range(min(accepted, emitted)):
             self.survived[k] += 1
 
     def __add__(self, other: Counts) -> Counts:

@@ -48,6 +48,11 @@ def loaded(run: Run) -> tuple[Target, Drafter | None, Renderer]:
     template = template_of(run.data.chat_template)
     target = load(run.target, hardware)
     drafter = None if directory is None else checkpoint.read(directory, target)
+    if directory is not None and (weights := checkpoint.other_weights(directory, target)):
+        print(
+            f"{directory} was trained on other weights ({weights}) than those of {run.target}: "
+            "the text stays right, but expect fewer drafts to pass"
+        )
     render = Renderer(target.tokenizer, template, target.stop_ids, dict(run.data.template_settings))
     return target, drafter, render
 

@@ -65,7 +65,8 @@ class Guard:
         return await self.app(scope, self._counted(receive), send)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Refusal | None:
-        given = headers.get(b"authorization", b"")
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        given = scheme.lower() + b" " + token
         if path.startswith("/v1") and self.key and not hmac.compare_digest(given, self.key):
             return Refusal(
                 401,

@@ -98,10 +98,10 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         taken = socket.socket(family, kind, protocol)
-        taken.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # also while an earlier server's port lingers
+        # Also while an earlier server's port lingers
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(address)
+        taken.listen()  # from here on nobody else gets the port, however long the model loads
     except OSError as error:
         raise ValueError(f"http.host={host}, port={port}: {error}; give another port or host") from error
     return taken

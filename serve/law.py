@@ -192,7 +192,9 @@ def _nucleus(laws_PV: Tensor, mass_P1: Tensor) -> Tensor:
     values_PK[row_N, at_N] = laws_PV[row_N, id_N]
     sorted_PK, order_PK = values_PK.sort(dim=-1, descending=True, stable=True)
     before_PK = sorted_PK.cumsum(-1) - sorted_PK
-    sorted_PK = sorted_PK.masked_fill(before_PK >= mass_P1, 0.0)
+    beyond_PK = before_PK >= mass_P1
+    beyond_PK[:, 0] = False  # a mass that is 0 in float32 keeps the best token too
+    sorted_PK = sorted_PK.masked_fill(beyond_PK, 0.0)
     kept_PK = torch.zeros_like(values_PK).scatter_(1, order_PK, sorted_PK)
     laws_PV = torch.zeros_like(laws_PV)
     laws_PV[row_N, id_N] = kept_PK[row_N, at_N]

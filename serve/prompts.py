@@ -143,7 +143,7 @@ def read_prompts(path: Path) -> Prompts:
     if not path.is_file():
         raise ValueError(f"bench.prompts={path}: no such file")
     found: dict[str, list[list[Message]]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():
             kind, messages = _row(line, f"{path}:{number}")
             if messages in found.setdefault(kind, []):
@@ -154,11 +154,12 @@ def read_prompts(path: Path) -> Prompts:
     return found
 
 
-def _row(line: str, where: str) -> tuple[str, list[Message]]:
+def _row(line: bytes, where: str) -> tuple[str, list[Message]]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8"))
+        json.dumps(row, ensure_ascii=False).encode("utf-8")  # half a surrogate pair is no text
     except ValueError as error:
-        raise ValueError(f"{where}: not valid JSON ({error})") from error
+        raise ValueError(f"{where}: not valid JSON in UTF-8 ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: an object with prompt or messages is needed")
     prompt, messages, kind = row.get("prompt"), row.get("messages"), row.get("kind", "file")

@@ -38,6 +38,8 @@ class ProposerConfig:
     def __post_init__(self) -> None:
         if self.trust < 1:
             raise ValueError(f"serve.trust={self.trust}: give at least 1 draft")
+        if self.n is not None and self.n < 0:
+            raise ValueError(f"serve.n={self.n}: give 0 (no drafts) or more, or null")
 
 
 def build(name: str | None, drafter: Drafter | None, config: ProposerConfig) -> Proposer | None:
@@ -46,16 +48,23 @@ def build(name: str | None, drafter: Drafter | None, config: ProposerConfig) -> 
     Errors: ``ValueError`` for a name that is not known, a method that is not the drafter's, or one without
     a drafter.
     """
-    if name is None:
-        return drafter
-    if name not in known_names():
+    if name is not None and name not in known_names():
         raise ValueError(f"proposer={name}: {_remedy(name)}")
     lookups: dict[str, Lookup] = {"ngram": Ngram(config.ngram), "suffix": Suffix(config.suffix)}
-    if name == "none" or name in lookups:
-        return lookups.get(name)
-    first, _, method = name.rpartition("+")
-    second = _trained(name, method, drafter)
-    return Combined(lookups[first], second, config.trust, config.n) if first else second
+    first, _, method = (name or "").rpartition("+")
+    if name == "none" or method in lookups:
+        alone = lookups.get(method)
+        _check_n(config.n, f"{name}", alone.max_drafts if alone else 0)
+        return alone
+    second = drafter if name is None else _trained(name, method, drafter)
+    if second is not None:
+        _check_n(config.n, f"this {second.config.name}", second.max_drafts)
+    return Combined(lookups[first], second, config.trust, config.n) if first and second else second
+
+
+def _check_n(n: int | None, whose: str, most: int) -> None:
+    if n is not None and n > most:
+        raise ValueError(f"serve.n={n}: {whose} makes at most {most} drafts a round; give 0 to {most}")
 
 
 def drafts_asked(proposer: Proposer | None, n: int | None) -> int | None:

@@ -319,7 +319,7 @@ def check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
         if not 0 <= token < vocab_size:
             raise Refusal(
                 400,
-                f"{param}: {token} is no token id; the target has ids from 0 to {vocab_size - 1}",
+                f"{param}: {str(token)[:40]} is no token id; the target has ids from 0 to {vocab_size - 1}",
                 param=param,
             )
 
@@ -329,6 +329,8 @@ def _bias(asked: Mapping[str, float], vocab_size: int) -> dict[int, float]:
         if not (key.isascii() and key.isdecimal() and len(key) < 19):
             raise Refusal(400, f"logit_bias: {key[:40]!r} is no token id", param="logit_bias")
     check_ids("logit_bias", list(map(int, asked)), vocab_size)
+    if len({*map(int, asked)}) < len(asked):
+        raise Refusal(400, "logit_bias: two keys are the same token id; give one of them", param="logit_bias")
     return {int(key): value for key, value in asked.items()}
 
 

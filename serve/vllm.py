@@ -98,8 +98,6 @@ def command(run: Run, *, rocm: bool) -> list[str]:
 def speculation(run: Run, target: str, hardware: HardwareConfig) -> dict[str, Any] | None:
     """vLLM's ``--speculative-config`` for a run; ``None`` where nothing drafts."""
     proposer, n, untrained = run.proposer, run.serve.n, lookups(run.serve)
-    if n is not None and n < 0:
-        raise ValueError(f"serve.n={n}: give 0 (plain decoding) or more")
     if proposer is not None and "+" in proposer:
         raise ValueError(
             f"proposer={proposer}: vLLM drafts in one way at a time; write proposer={'|'.join(untrained)}, "
@@ -172,8 +170,13 @@ def _trained(directory: Path, target: str, hardware: HardwareConfig) -> tuple[st
     """Method and largest N of a drafter directory that vLLM can serve with this target."""
     found = read_config(directory)
     ours = found.get("foredraft", {})
-    if not ours.get("vllm", {}).get("servable", True):
-        raise ValueError(f"drafter={directory}: {ours['vllm'].get('why')}; serve it without engine=vllm")
+    verdict = ours.get("vllm", {"servable": True})
+    if not isinstance(verdict, dict) or not isinstance(verdict.get("servable"), bool):
+        raise ValueError(
+            f"{directory}/config.json: foredraft.vllm={verdict!r:.80} is no verdict; export it again"
+        )
+    if not verdict["servable"]:
+        raise ValueError(f"drafter={directory}: {verdict.get('why')}; serve it without engine=vllm")
     if found.get("speculators_model_type") not in all_methods():
         raise ValueError(
             f"drafter={directory}: this layout is not tried with vLLM; convert it: "
@@ -193,6 +196,7 @@ def _check_target(trained: dict[str, Any], directory: Path, target: str, hardwar
     text = _config(target, hardware)
     served = {
         "model_type": text.model_type,
+        "vocab_size": text.vocab_size,
         "hidden_size": text.hidden_size,
         "num_layers": text.num_hidden_layers,
     }

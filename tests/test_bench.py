@@ -270,6 +270,7 @@ def test_prompts_of_a_file_come_by_kind(tmp_path):
     [
         ("{", r"p\.jsonl:2: not valid JSON"),
         ("[1]", r"p\.jsonl:2: an object"),
+        ('{"prompt": "\\ud800"}', r"p\.jsonl:2: not valid JSON in UTF-8"),
         ({"text": "a"}, r"p\.jsonl:2: give prompt"),
         ({"prompt": "  "}, r"p\.jsonl:2: give prompt"),
         ({"messages": ["a"]}, r"p\.jsonl:2: give prompt"),
@@ -280,6 +281,15 @@ def test_prompts_of_a_file_come_by_kind(tmp_path):
 def test_a_bad_line_of_a_file_is_named(tmp_path, row, message):
     with pytest.raises(ValueError, match=message):
         read_prompts(written(tmp_path / "p.jsonl", {"prompt": "a"}, row))
+
+
+def test_lines_end_where_json_lines_says_and_nowhere_else(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes('{"prompt": "one\u2028two\u0085three"}\n'.encode())
+    assert [row[0]["content"] for row in read_prompts(path)["file"]] == ["one\u2028two\u0085three"]
+    path.write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"p\.jsonl:1: not valid JSON in UTF-8"):
+        read_prompts(path)
 
 
 def test_a_file_without_prompts_is_refused(tmp_path):

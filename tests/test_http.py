@@ -1223,3 +1223,8 @@ def test_refusals_are_written_in_openais_shape():
     assert Refusal(429, "later", code="queue_full").body == {
         "error": {"message": "later", "type": "rate_limit_error", "param": None, "code": "queue_full"}
     }
+
+
+def test_a_port_is_taken_from_the_moment_it_was_asked_for():
+    with listen("127.0.0.1", 0) as first, pytest.raises(ValueError, match="give another port"):
+        listen("127.0.0.1", first.getsockname()[1])

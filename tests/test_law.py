@@ -199,6 +199,12 @@ def test_half_precision_logits_are_taken_as_the_numbers_they_are(dtype, sampling
     assert torch.equal(*both)
 
 
+@pytest.mark.parametrize("mass", [1e-46, 1e-300, 5e-324])
+def test_a_mass_too_small_for_float32_keeps_the_best_token(mass):
+    law_1V = law(torch.tensor([[0.0, 3.0, 1.0]]), Sampling(1.0, top_p=mass))
+    assert law_1V.tolist() == [[0.0, 1.0, 0.0]]
+
+
 HARD = [-math.inf, -3e38, -1e4, 0.0, 1e4, 3e38, math.inf]
 
 

@@ -361,3 +361,24 @@ def test_an_aborted_request_leaves_its_slot_to_the_next(target, asked, wanted):
         engine.step()
     for answer in others:
         assert answer.tokens == wanted[answer.request.name]
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "words"),
+    [
+        ("none", 5, "serve.n=5: none makes at most 0 drafts"),
+        ("suffix+dflash", 99, "serve.n=99: this dflash makes at most 4 drafts"),
+        ("dflash", 9, "serve.n=9: this dflash makes at most 4 drafts"),
+        (None, 9, "serve.n=9: this dflash makes at most 4 drafts"),
+        ("suffix", 99, "serve.n=99: suffix makes at most 16 drafts"),
+    ],
+)
+def test_more_drafts_than_there_can_be_are_refused_before_anything_runs(name, n, words):
+    drafter = tiny.dflash(tiny.target(layers=3))
+    with pytest.raises(ValueError, match=words):
+        build(name, drafter, ProposerConfig(n=n))
+
+
+def test_a_negative_number_of_drafts_is_refused():
+    with pytest.raises(ValueError, match="serve.n=-1: give 0"):
+        ProposerConfig(n=-1)

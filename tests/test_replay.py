@@ -288,12 +288,15 @@ def test_the_handed_log_of_rounds_is_pooled_and_not_averaged():
         request = json.loads(line)
         for done in request["rounds"]:
             counts = last if request["request"] == "C" else pooled
-            counts.add_round(min(done["accepted"], done["emitted"]), done["emitted"])
+            counts.add_round(done["accepted"], done["emitted"])
     assert pooled.rounds == want["A_and_B"]["rounds"]
     assert pooled.tau == want["A_and_B"]["mean_length_with_bonus"]
     assert sum(pooled.survival) == want["A_and_B"]["mean_length_drafts_only"]
     assert pooled.survival == want["A_and_B"]["position_rates"]
-    assert last.tau == want["C"]["emitted_per_round"]
+    assert last.tau == want["C"]["emitted_per_round"] < want["C"]["accepted_plus_one_is_wrong"]
+    assert last.survived == [1, 1, 1, 0, 0]  # drafts past the end were never emitted
+    drafted = 3 * pooled.rounds
+    assert sum(pooled.survived) / drafted == want["A_and_B"]["draft_acceptance_rate"]
 
 
 def test_the_handed_batches_are_added_before_they_are_divided():

@@ -171,7 +171,6 @@ def test_the_embedded_target_is_named_by_its_directory(run, monkeypatch, worksho
     ("changed", "message"),
     [
         ({"serve": ServeConfig(n=99)}, r"serve\.n=99: .* at most \d+ drafts"),
-        ({"serve": ServeConfig(n=-1)}, r"serve\.n=-1: give 0"),
         ({"proposer": "suffix+dflash"}, r"proposer=suffix\+dflash: .* one way at a time; .*ngram\|suffix"),
         ({"proposer": "eagle3"}, r"proposer=eagle3: the drafter in drafter= is dflash"),
         ({"proposer": "dflash", "drafter": None}, r"proposer=dflash: .*name a drafter, drafter=DIR"),
