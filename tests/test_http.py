@@ -969,7 +969,8 @@ def test_metrics_have_vllms_names_and_agree_with_the_usage(target, drafter):
 def test_a_schedule_shows_what_it_does(target, drafter):
     with serving(target, drafter) as served:
         assert not any(name.startswith("foredraft:") for name in served.metrics())
-    cheap = Costs(Table((1,), (1, 5), ((1.0, 1.3),)), Table((1,), (1,), ((1e-3,),)))
+    step, draft = Table((1,), (1, 5), ((1.0, 1.3),)), Table((1,), (1,), ((1e-3,),))
+    cheap = Costs(step, draft, Table((1,), (1,), ((1.0,),)))
     schedule = Schedule(cheap, 4)
     with serving(target, drafter, schedule=schedule) as served:
         served.chat(max_tokens=20)
