@@ -119,7 +119,7 @@ def drafting(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
     about |= {"capacity": max(map(len, asked)) + chosen["tokens"] + 16}
     own = {"drafter": drafter, "n": n, "lookup": 0, "schedule": False, "past": True}
     names = {name: {**own, "proposer": name} for name in ("none", "suffix", method, f"suffix+{method}")}
-    names["suffix"]["n"] = None
+    names["suffix"]["n"] = names["none"]["n"] = None
     for name in (method, f"suffix+{method}"):
         names[f"{name}, scheduled"] = {**own, "proposer": name, "n": None, "schedule": True}
     if chosen["vllm"]:
@@ -128,7 +128,6 @@ def drafting(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
         names |= {
             "vllm compiled": {**theirs, "compiled": True, "speculative": None},
             f"vllm {method}": {**theirs, "compiled": False, "speculative": speculative},
-            f"vllm compiled {method}": {**theirs, "compiled": True, "speculative": speculative},
         }
     return _beside(names, about, chosen, [[prompt] for prompt in asked], "none", "drafts")
 
@@ -139,7 +138,9 @@ def lookup(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
     The suffix side forgets other answers: these are edits of few files, and lookup in the prompt cannot know.
     """
     render = renderer(DataConfig(), target.tokenizer, target.stop_ids)
-    asked = [render.prompt_ids(messages) for messages in built_in()["edit"]]
+    edits = built_in()["edit"]
+    edits = edits[:: max(1, len(edits) // chosen["prompts"])]
+    asked = [render.prompt_ids(messages) for messages in edits]
     about = {"target": target.model.name_or_path, "dtype": "float32", "slots": 1}
     about |= {"capacity": max(map(len, asked)) + chosen["tokens"] + 16, "drafter": "", "n": None}
     own = {"lookup": 0, "schedule": False, "past": False}

@@ -43,7 +43,7 @@ def requests(target: Target, number: int) -> list[Request]:
 
 
 def soak(engine: Engine, asked: list[Request], clients: int, seconds: float) -> dict[str, Any]:
-    """Keep ``clients`` requests in the engine; of each twenty steps one aborts somebody."""
+    """Keep ``clients`` requests in the engine; at every second step somebody aborts."""
     chance, process = random.Random(0), psutil.Process()
     done: list[Answer] = []
     aborted, memory, start = 0, [], monotonic()
@@ -51,7 +51,7 @@ def soak(engine: Engine, asked: list[Request], clients: int, seconds: float) -> 
         while monotonic() - start < seconds:
             while len(engine.waiting) + len(engine.active) < clients:
                 engine.submit(chance.choice(asked))
-            if chance.random() < 0.05:
+            if chance.random() < 0.5:
                 engine.abort(chance.choice([*engine.waiting, *engine.active]))
                 aborted += 1
             done += engine.step()

@@ -30,7 +30,7 @@ from serve.costs import costs_for
 from serve.engine import Engine, Request
 from serve.law import Sampling
 from serve.prompts import Prompts, built_in, read_prompts
-from serve.proposers import UNTRAINED, ProposerConfig, build, drafts_asked
+from serve.proposers import ProposerConfig, build, drafts_asked
 from serve.schedule import Schedule
 from serve.speeds import PLAIN, draw, summarise, table
 
@@ -138,15 +138,19 @@ def bench(run: Run) -> None:
         None if drafter is None else drafter.config.name
     )
     for name in names:  # one that is none is refused before anything is measured
-        build(name.removesuffix(SCHEDULED), drafter, run.serve)
+        build(
+            name.removesuffix(SCHEDULED),
+            drafter,
+            replace(run.serve, n=None if name == PLAIN else run.serve.n),
+        )
     n = run.serve.n
     if drafter is not None and run.drafter is not None:
         n = n if n is not None else max(1, drafts_for(target, drafter, Path(run.drafter), None))
     own, trained, most = run.serve, replace(run.serve, n=n), max(config.concurrency)
     known = known_taus(Path(run.drafter)) if run.drafter else None
+    asked = {PLAIN: replace(own, n=None), **dict.fromkeys(("ngram", "suffix"), own)}
     makers = {
-        name: engine_maker(name, target, drafter, own if name in UNTRAINED else trained, most, known)
-        for name in names
+        name: engine_maker(name, target, drafter, asked.get(name, trained), most, known) for name in names
     }
     found: dict[tuple[Cell, str], Measured] = {}
     for cell, name, measured in measure(makers, ids, config, run.seed):
