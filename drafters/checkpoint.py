@@ -215,12 +215,7 @@ def read(directory: Path, target: Target) -> Drafter:
             raise ValueError(f"{directory}/config.json has no {error}; export the run again") from error
     _check_temperatures(drafter, directory)
     if "foredraft" in found and "speculators_config" in found:
-        most = found["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
-        if most != drafter.max_drafts:
-            raise ValueError(
-                f"{directory}/config.json: speculative_tokens={most}, but its sizes are those of "
-                f"{drafter.max_drafts} drafts; export the run again"
-            )
+        check_drafts(found, drafter)
     return drafter
 
 
@@ -363,6 +358,17 @@ def _check_target(stored: dict[str, Any] | None, target: Target, directory: Path
                 f"drafter={directory} was made for another target: its {key} is {stored[key]}, that of "
                 f"{target.name} is {target.fingerprint[key]}; give target= the model it was trained on"
             )
+
+
+def check_drafts(stored: dict[str, Any], drafter: Drafter) -> None:
+    """``ValueError`` for a stored number of drafts that the stored sizes do not make."""
+    proposal = stored["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    if proposal != drafter.max_drafts:
+        layout = ", ".join(f"{key}={value}" for key, value in drafter.describe().items())
+        raise ValueError(
+            f"speculative_tokens={proposal}, but {layout} makes {drafter.max_drafts} drafts a round; export "
+            "the run again"
+        )
 
 
 def other_weights(directory: Path, target: Target) -> str | None:

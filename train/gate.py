@@ -96,12 +96,7 @@ def compare_fields(stored: dict[str, Any], drafter: Drafter) -> list[str]:
     Errors: ``ValueError`` for the first that contradicts them.
     """
     target, found = drafter.target, flat(stored)
-    proposal = stored["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
-    if proposal != drafter.max_drafts:
-        layout = ", ".join(f"{key}={value}" for key, value in drafter.describe().items())
-        raise ValueError(
-            f"speculative_tokens={proposal}, but {layout} makes {drafter.max_drafts} drafts a round"
-        )
+    checkpoint.check_drafts(stored, drafter)
     wanted = {
         key: value for key, value in flat(checkpoint.config(drafter, {})).items() if not key.startswith(FREE)
     }
