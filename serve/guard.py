@@ -53,7 +53,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         self.app, self.most = app, config.max_body_bytes
-        self.key = f"Bearer {config.key}".encode() if config.key else None
+        self.key = f"bearer {config.key}".encode() if config.key else None  # the scheme is lowered below
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -707,8 +707,9 @@ def test_only_v1_asks_for_the_key(target, monkeypatch, by_environment):
                 error = error_of(httpx.get(served.url + path, headers=given), 401)
                 assert error["code"] == "invalid_api_key"
         assert error_of(httpx.post(served.url + "/v1/completions", content=b"{"), 401)
-        right = {"Authorization": "Bearer schlüssel".encode()}
-        assert httpx.get(served.url + "/v1/models", headers=right).status_code == 200
+        for scheme in ("Bearer", "bearer"):  # RFC 9110: in any case
+            right = {"Authorization": f"{scheme} schlüssel".encode()}
+            assert httpx.get(served.url + "/v1/models", headers=right).status_code == 200
         assert httpx.get(served.url + "/metrics").status_code == 200
         assert httpx.get(served.url + "/health").status_code == 200
 
