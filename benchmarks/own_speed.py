@@ -17,10 +17,11 @@ from benchmarks.worker import answer_jobs
 from drafters import checkpoint
 from drafters.target import HardwareConfig, load
 from serve.costs import costs_for
-from serve.engine import Engine, Request
+from serve.engine import Engine
 from serve.proposers import ProposerConfig, build, drafts_asked
 from serve.schedule import Schedule
 from serve.suffix import SuffixConfig
+from serve.types import Request
 
 
 def engine_of(asked: dict[str, Any]) -> Engine:

@@ -22,10 +22,11 @@ from benchmarks import environment, options
 from benchmarks.vllm_parity import prompts_of
 from drafters import checkpoint
 from drafters.target import HardwareConfig, Target, load
-from serve.engine import Answer, Engine, Request
+from serve.engine import Engine
 from serve.law import Sampling
 from serve.proposers import UNTRAINED, ProposerConfig, build, drafts_asked
 from serve.tasks import ROUNDING, margin_after
+from serve.types import Answer, Request
 
 
 def requests(target: Target, number: int) -> list[Request]:

@@ -24,8 +24,9 @@ from data.examples import questions
 from data.sources import Row, parse, row_of
 from drafters.files import replace_file
 from drafters.target import Target
-from serve.engine import Answer, Engine, Request
+from serve.engine import Engine
 from serve.law import Sampling
+from serve.types import Answer, Request
 
 
 @dataclass

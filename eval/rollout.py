@@ -8,7 +8,8 @@ from drafters.method import Drafter
 from drafters.target import Target
 from drafters.types import Example
 from eval.replay import Counts
-from serve.engine import Answer, Engine, Request
+from serve.engine import Engine
+from serve.types import Answer, Request
 
 
 def rollout(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,10 @@ from drafters.checkpoint import read_config
 from drafters.method import Drafter
 from drafters.target import Target, load
 from serve.costs import costs_for
-from serve.engine import Answer, Engine, Request
+from serve.engine import Engine
 from serve.law import Sampling
 from serve.proposers import ProposerConfig
+from serve.types import Answer, Request
 
 if TYPE_CHECKING:
     from recipes.schema import Run
@@ -51,7 +53,8 @@ def loaded(run: Run) -> tuple[Target, Drafter | None, Renderer]:
     if directory is not None and (weights := checkpoint.other_weights(directory, target)):
         print(
             f"{directory} was trained on other weights ({weights}) than those of {run.target}: "
-            "the text stays right, but expect fewer drafts to pass"
+            "the text stays right, but expect fewer drafts to pass",
+            file=sys.stderr,
         )
     render = Renderer(target.tokenizer, template, target.stop_ids, dict(run.data.template_settings))
     return target, drafter, render

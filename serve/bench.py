@@ -27,12 +27,13 @@ from drafters.target import Target
 from serve.answer import drafts_for, known_taus, loaded
 from serve.clients import Cell, Measured, closed_loop
 from serve.costs import costs_for
-from serve.engine import Engine, Request
+from serve.engine import Engine
 from serve.law import Sampling
 from serve.prompts import Prompts, built_in, read_prompts
 from serve.proposers import ProposerConfig, build, drafts_asked
 from serve.schedule import Schedule
 from serve.speeds import PLAIN, draw, summarise, table
+from serve.types import Request
 
 if TYPE_CHECKING:
     from recipes.schema import Run

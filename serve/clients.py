@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from serve.engine import Answer, Engine, Request
+from serve.engine import Engine
+from serve.types import Answer, Request
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ from torch import nn
 
 from drafters.files import replace_file
 from drafters.target import Target, cache_directory
-from serve.engine import Engine, Proposer
+from serve.engine import Engine
 from serve.proposers import Combined
+from serve.types import Proposer
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,92 +19,10 @@ from torch import Tensor
 from drafters.target import Target
 from drafters.types import Proposal, States
 from serve.cache import SlotCache, attend_ragged, check_ragged
-from serve.law import Sampling, Scored, adjusted, choose, draw, law, scored, uniforms
+from serve.law import adjusted, choose, draw, law, scored, uniforms
 from serve.text import Text
+from serve.types import Answer, Proposer, Request, Round, Schedule
 from serve.verify import verify, verify_matching
-
-
-class Proposer(Protocol):
-    """What the engine asks of drafters, trained or not. Every ``Drafter`` is one."""
-
-    layer_ids: list[int]
-
-    @property
-    def max_drafts(self) -> int: ...
-
-    def begin(self, slots: int, capacity: int) -> Any: ...
-
-    def advance(
-        self, state: Any, rows: range, states: States, tokens_BJ: Tensor, kept: list[int]
-    ) -> None: ...
-
-    def answering(self, state: Any, slot: int) -> None: ...
-
-    def propose(self, state: Any, rows: range, anchors_B: Tensor, n: int) -> Proposal: ...
-
-
-class Schedule(Protocol):
-    """How many drafts to ask for and to verify, decided anew each round (``serve/schedule.py``)."""
-
-    def drafts(self, rows: int) -> int: ...
-
-    def prefixes(self, proposal: Proposal, rows: int) -> list[int]: ...
-
-    def heard(self, drafted: list[int], accepted: list[int], seconds: float) -> None: ...
-
-
-@dataclass
-class Request:
-    """One prompt to answer, and what ends the answer.
-
-    ``stop`` are strings that end it and are not part of its text; ``stop_ids`` are token ids beside the
-    target's own, which ``ignore_eos`` switches off. ``logprobs=n`` asks for the log probability of each
-    token and of the n likeliest, under the target's law as it is, before temperature and penalties.
-    ``text`` asks for the text as it grows.
-    """
-
-    prompt: list[int]
-    max_new_tokens: int
-    sampling: Sampling = Sampling()
-    stop: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    text: bool = False
-    name: str = ""
-
-
-@dataclass(frozen=True)
-class Round:
-    """Drafts verified and accepted, and tokens emitted; ``accepted`` counts emitted drafts only."""
-
-    drafted: int
-    accepted: int
-    emitted: int
-
-
-@dataclass(eq=False)
-class Answer:
-    """Emitted ids, the stop token included; ``finish`` is stop, length or abort."""
-
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
-    finish: str | None = None
-    text: Text | None = None
-    logprobs: list[Scored] = field(default_factory=list)
-    prefilled: int = 0  # prompt tokens that the target has read
-    told: int = 0  # tokens that the listener has heard of
-    on_token: Callable[[Answer, list[int]], None] | None = None
-
-    @property
-    def tau(self) -> float:
-        """Tokens committed per target pass; the token of the prefill is neither."""
-        return sum(r.emitted for r in self.rounds) / max(1, len(self.rounds))
-
-    @property
-    def room(self) -> int:
-        return self.request.max_new_tokens - len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -465,7 +383,5 @@ def _check_drafts(proposer: Proposer, num: int | None) -> int:
     most = proposer.max_drafts
     num = most if num is None else num
     if not 0 <= num <= most:
-        raise ValueError(
-            f"n={num}: this drafter was trained for at most {most} drafts a round; give 0 to {most}"
-        )
+        raise ValueError(f"n={num}: this proposer makes at most {most} drafts a round; give 0 to {most}")
     return num

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from serve.engine import Round
 from serve.schedule import Summary
+from serve.types import Round
 
 LABELS = ("model_name", "engine")
 SECONDS = (

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from drafters.method import Drafter, all_methods
 from drafters.types import Proposal, States
-from serve.engine import Proposer
 from serve.lookup import Lookup
 from serve.ngram import Ngram, NgramConfig
 from serve.suffix import Suffix, SuffixConfig
+from serve.types import Proposer
 
 UNTRAINED = ("none", "ngram", "suffix")  # names that need no drafter
 

@@ -17,8 +17,8 @@ from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import from_json
 
-from serve.engine import Request
 from serve.law import Sampling
+from serve.types import Request
 
 TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 

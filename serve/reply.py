@@ -13,9 +13,9 @@ from time import time
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from serve.engine import Answer
 from serve.law import Scored
 from serve.text import REPLACEMENT
+from serve.types import Answer
 from serve.worker import Piece
 
 LEAST = -9999.0  # JSON has no minus infinity; OpenAI and vLLM write this number

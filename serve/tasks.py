@@ -15,12 +15,13 @@ from drafters.method import Drafter
 from drafters.target import Target
 from serve.answer import Timed, capacity_for, decode, drafts_for, known_taus, loaded
 from serve.costs import costs_for
-from serve.engine import Answer, Engine, Proposer
+from serve.engine import Engine
 from serve.http import create_app, listen, run_until_stopped
 from serve.law import Sampling, law, uniforms
 from serve.proposers import UNTRAINED, build, drafts_asked
 from serve.schedule import Schedule
 from serve.settings import PORT
+from serve.types import Answer, Proposer
 
 if TYPE_CHECKING:
     from recipes.schema import Run

@@ -17,11 +17,12 @@ from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
 
-from serve.engine import Answer, Engine, Request
+from serve.engine import Engine
 from serve.law import Scored
 from serve.metrics import Metrics
 from serve.protocol import Refusal
 from serve.schedule import Schedule
+from serve.types import Answer, Request
 
 logger = logging.getLogger(__name__)
 

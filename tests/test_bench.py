@@ -18,12 +18,13 @@ from serve import clients as module
 from serve.bench import BenchConfig, all_there_are, engine_maker, measure
 from serve.clients import Cell, Heard, Measured, closed_loop
 from serve.costs import Costs, Table
-from serve.engine import Answer, Engine, Request, Round
+from serve.engine import Engine
 from serve.law import Sampling
 from serve.prompts import built_in, read_prompts
 from serve.proposers import ProposerConfig
 from serve.schedule import Schedule
 from serve.speeds import draw, row_of, summarise, table
+from serve.types import Answer, Request, Round
 from tests import tiny
 from tests.commands import CPU, command, refusal
 

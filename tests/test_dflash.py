@@ -22,7 +22,8 @@ from drafters.ops import document_spans
 from drafters.target import Target
 from drafters.types import Example, States
 from eval import replay
-from serve.engine import Engine, Request
+from serve.engine import Engine
+from serve.types import Request
 from tests import tiny
 from tests.tiny import changed, difference, documents, packed
 
@@ -169,18 +170,7 @@ def test_requests_that_share_a_batch_change_nothing_for_each_other(target, kind)
 
 @torch.no_grad()
 def test_rows_that_advance_together_hold_what_each_holds_alone(target):
-    """Rows of different lengths, the first of them empty; of every round another number of tokens is kept."""
-    drafter, num, slots = loud(target), 5, range(1, 4)
-    together, alone = drafter.begin(5, 40), drafter.begin(5, 40)
-    generator = torch.Generator().manual_seed(0)
-    for kept in ([0, 4, 2], [5, 1, 0], [1, 3, 5]):
-        tokens_BJ = torch.randint(9, 200, (3, num), generator=generator)
-        states = States(torch.randn(3, num, len(drafter.layer_ids), target.hidden_size, generator=generator))
-        drafter.advance(together, slots, states, tokens_BJ, kept)
-        for i, slot in enumerate(slots):
-            one = slice(i, i + 1)
-            drafter.advance(alone, range(slot, slot + 1), states[one], tokens_BJ[one], kept[one])
-    assert together.lengths == alone.lengths == [0, 6, 8, 7, 0]
+    together, alone = tiny.advanced(loud(target), target)
     for name in ("keys", "values"):
         one, other = (torch.stack([*vars(state)[name]]) for state in (together, alone))
         assert difference(one, other) <= 1e-6

@@ -21,7 +21,8 @@ from drafters.types import Batch, Example
 from drafters.vocab import choose
 from eval import replay
 from eval.rollout import rollout
-from serve.engine import Engine, Request
+from serve.engine import Engine
+from serve.types import Request
 from tests import runs, tiny
 from tests.tiny import difference, documents, packed
 from train.job import run_training

@@ -26,8 +26,9 @@ from drafters.types import Batch, Example, States
 from drafters.vocab import choose
 from eval import replay
 from eval.rollout import rollout
-from serve.engine import Engine, Request
+from serve.engine import Engine
 from serve.law import Sampling
+from serve.types import Request
 from tests import runs, tiny
 from tests.tiny import changed, difference, documents, packed
 from train.job import run_training
@@ -254,18 +255,7 @@ def test_requests_that_share_a_batch_change_nothing_for_each_other(target):
 
 @torch.no_grad()
 def test_rows_that_advance_together_hold_what_each_holds_alone(target):
-    """Rows of different lengths, the first of them empty; of every round another number of tokens is kept."""
-    drafter, num, slots = make(target), 5, range(1, 4)
-    together, alone = drafter.begin(5, 40), drafter.begin(5, 40)
-    generator = torch.Generator().manual_seed(0)
-    for kept in ([0, 4, 2], [5, 1, 0], [1, 3, 5]):
-        tokens_BJ = torch.randint(9, 200, (3, num), generator=generator)
-        states = States(torch.randn(3, num, len(drafter.layer_ids), target.hidden_size, generator=generator))
-        drafter.advance(together, slots, states, tokens_BJ, kept)
-        for i, slot in enumerate(slots):
-            one = slice(i, i + 1)
-            drafter.advance(alone, range(slot, slot + 1), states[one], tokens_BJ[one], kept[one])
-    assert together.lengths == alone.lengths == [0, 6, 8, 7, 0]
+    together, alone = tiny.advanced(make(target), target)
     for name in ("keys", "values", "pending"):
         one, other = (torch.stack([*vars(state)[name]]) for state in (together, alone))
         assert difference(one, other) <= 1e-6

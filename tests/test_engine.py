@@ -13,8 +13,9 @@ import torch
 import transformers
 
 from drafters.target import Target
-from serve.engine import Engine, Request, Round
+from serve.engine import Engine
 from serve.law import Sampling, uniforms
+from serve.types import Request, Round
 from tests import tiny
 from tests.standins import Chance, Drafts, Script, oracle
 

@@ -28,13 +28,14 @@ from drafters import checkpoint
 from drafters.types import Example
 from serve import tasks
 from serve.costs import Costs, Table
-from serve.engine import Answer, Engine, Request, Round
+from serve.engine import Engine
 from serve.http import create_app, listen
 from serve.law import Sampling, Scored
 from serve.protocol import ChatRequest, CompletionRequest, Refusal
 from serve.reply import ChatForm, CompletionForm, usage
 from serve.schedule import Schedule
 from serve.settings import HttpConfig
+from serve.types import Answer, Request, Round
 from serve.worker import Piece
 from tests import tiny
 from tests.commands import CPU, command, refusal
@@ -1225,6 +1226,18 @@ def test_refusals_are_written_in_openais_shape():
     assert Refusal(429, "later", code="queue_full").body == {
         "error": {"message": "later", "type": "rate_limit_error", "param": None, "code": "queue_full"}
     }
+
+
+def test_two_keys_of_one_biased_token_are_refused(served):
+    body = {"prompt": "a", "max_tokens": 2, "logit_bias": {"3": 1, "03": -1}}
+    error = error_of(httpx.post(served.url + "/v1/completions", json=body), 400)
+    assert error["param"] == "logit_bias"
+    assert "same token id" in error["message"]
+
+
+def test_a_refusal_of_a_huge_id_is_short(served):
+    body = {"prompt": [10**400], "max_tokens": 2}
+    assert len(error_of(httpx.post(served.url + "/v1/completions", json=body), 400)["message"]) < 300
 
 
 def test_a_port_is_taken_from_the_moment_it_was_asked_for():

@@ -10,11 +10,12 @@ import torch
 from drafters.method import all_methods
 from drafters.target import Target
 from drafters.types import Proposal
-from serve.engine import Engine, Request
+from serve.engine import Engine
 from serve.law import Sampling
 from serve.ngram import Ngram, NgramConfig
 from serve.proposers import Combined, ProposerConfig, build, chosen, drafts_asked, known_names
 from serve.suffix import Suffix, SuffixConfig
+from serve.types import Request
 from tests import tiny
 from tests.standins import Chance
 

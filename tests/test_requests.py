@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from serve.engine import Answer, Engine, Request
+from serve.engine import Engine
 from serve.law import Sampling
+from serve.types import Answer, Request
 from tests import tiny
 from tests.standins import Chance, Drafts, Script, oracle
 

@@ -14,8 +14,9 @@ from drafters.types import Example
 from drafters.vocab import choose
 from eval.replay import Counts, paths, score, walk
 from eval.sampled import acceptance, expected, log_law
-from serve.engine import Engine, Request
+from serve.engine import Engine
 from serve.law import Sampling
+from serve.types import Request
 from serve.verify import verify
 from tests import tiny
 from tests.test_verify import EDGE, V, make_law

@@ -17,9 +17,10 @@ from drafters.method import build
 from drafters.types import Proposal
 from serve import engine as engine_module
 from serve.costs import Costs, Table
-from serve.engine import Engine, Request
+from serve.engine import Engine
 from serve.law import Sampling
 from serve.schedule import WINDOW, Schedule, Survival, admit, budget, conditional_from, spend
+from serve.types import Request
 from serve.verify import verify
 from tests import tiny
 

@@ -19,9 +19,10 @@ from serve import answer as module
 from serve import costs, tasks
 from serve.answer import ServeConfig, Timed, capacity_for, decode, drafts_for
 from serve.costs import Costs, Table
-from serve.engine import Answer, Engine, Request
+from serve.engine import Engine
 from serve.law import Sampling, uniforms
 from serve.text import Text
+from serve.types import Answer, Request
 from tests import tiny
 from tests.commands import CPU, command, refusal
 
@@ -299,6 +300,18 @@ def test_a_drafter_of_another_target_is_refused_naming_what_differs(asked, tmp_p
     message = refusal(capsys, "serve", *given, "target=other", "prompt=a")
     assert "made for another target: its hidden_size is 32, that of other is 64" in message
     assert "give target=" in message
+
+
+def test_a_drafter_of_other_weights_serves_the_right_text_and_says_so(asked, tmp_path, capsys):
+    """A fine-tune of the same sizes: nothing is wrong with the text, and tau is nobody's promise."""
+    other = tiny.target(layers=8, seed=5)
+    tiny.save(other, tmp_path / "tuned")
+    assert command("serve", *asked, f"target={tmp_path / 'tuned'}", "prompt=hello") == 0
+    out, err = capsys.readouterr()
+    assert "was trained on other weights" in err
+    assert out.startswith(spoken(other, "hello") + "\n\n")
+    assert command("serve", *asked, "prompt=hello") == 0
+    assert "other weights" not in capsys.readouterr().err
 
 
 def test_a_prompt_may_fill_the_targets_context_to_the_last_token(target):

@@ -11,7 +11,8 @@ from data.chat import Renderer
 from data.examples import of_row
 from data.sources import BUNDLED_DIRECTORY, parse, row_of
 from drafters.target import EMBEDDED, HardwareConfig, load
-from serve.engine import Engine, Request
+from serve.engine import Engine
+from serve.types import Request
 
 pytestmark = pytest.mark.real
 ANSWERS = BUNDLED_DIRECTORY / "answers.jsonl.xz"

@@ -212,3 +212,20 @@ def learn(drafter: Drafter, examples: list[Example], steps: int, lr: float = 3e-
         (loss.sum / loss.count).backward()
         optimizer.step()
     return drafter.eval()
+
+
+@torch.no_grad()
+def advanced(drafter: Drafter, of: Target) -> tuple:
+    """Two serving states that heard the same, rows together and row by row; lengths differ, one is empty."""
+    num, slots = 5, range(1, 4)
+    together, alone = drafter.begin(5, 40), drafter.begin(5, 40)
+    generator = torch.Generator().manual_seed(0)
+    for kept in ([0, 4, 2], [5, 1, 0], [1, 3, 5]):
+        tokens_BJ = torch.randint(9, 200, (3, num), generator=generator)
+        states = States(torch.randn(3, num, len(drafter.layer_ids), of.hidden_size, generator=generator))
+        drafter.advance(together, slots, states, tokens_BJ, kept)
+        for i, slot in enumerate(slots):
+            one = slice(i, i + 1)
+            drafter.advance(alone, range(slot, slot + 1), states[one], tokens_BJ[one], kept[one])
+    assert together.lengths == alone.lengths == [0, 6, 8, 7, 0]
+    return together, alone
