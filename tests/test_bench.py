@@ -350,6 +350,13 @@ def test_the_command_leaves_a_table_json_and_a_picture(asked, capsys, tmp_path):
     assert table(result["rows"]) in capsys.readouterr().out
 
 
+def test_the_drafts_that_were_asked_for_are_those_of_all_but_plain_decoding(asked, tmp_path):
+    assert command("serve", *asked, "serve.n=2", "bench.proposers=[none,dflash]") == 0
+    result = json.loads((tmp_path / "bench" / "bench.json").read_text())
+    assert result["n"] == 2
+    assert {row["proposer"] for row in result["rows"]} == {"none", "dflash"}
+
+
 def test_without_a_drafter_the_proposers_that_need_none_are_measured(asked, tmp_path):
     asked.remove("drafter=drafter")
     assert command("serve", *asked) == 0

@@ -347,6 +347,7 @@ def test_tensors_that_do_not_belong_are_refused_by_name(target, written, fault):
         ({"mask_token_id": 1}, r"mask_token=1: this token starts, ends or pads"),
         ({"mask_token_id": 999}, r"mask_token=999: the target has ids"),
         ({"block_size": 1}, r"block_size=1"),
+        ({"block_size": 50}, r"speculative_tokens=4, but block_size=50, .* makes 49 drafts a round"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_by_key(target, written, keys, match):

@@ -204,11 +204,17 @@ def test_a_layout_that_is_not_tried_is_refused_with_the_way_to_convert_it(run, t
         command(others, rocm=False)
 
 
-@pytest.mark.parametrize("key", ["model_type", "hidden_size", "num_layers"])
+@pytest.mark.parametrize("key", ["model_type", "vocab_size", "hidden_size", "num_layers"])
 def test_a_drafter_of_another_target_is_refused(run, tmp_path, target, key):
     ours = {"target": {**target.fingerprint, key: 7}, "vllm": {"servable": True}}
     with pytest.raises(ValueError, match=rf"another target: its {key} is 7"):
         command(noted(run, tmp_path, foredraft=ours), rocm=False)
+
+
+@pytest.mark.parametrize("verdict", ["x", {}, {"servable": "yes"}])
+def test_a_verdict_that_is_none_is_refused(run, tmp_path, verdict):
+    with pytest.raises(ValueError, match=r"config\.json: foredraft\.vllm=.* is no verdict; export it again"):
+        command(noted(run, tmp_path, foredraft={"vllm": verdict}), rocm=False)
 
 
 def test_a_config_without_the_number_of_drafts_is_refused(run, tmp_path):
