@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data.examples import renderer
 from drafters import checkpoint
 from drafters.method import Drafter
 from drafters.target import EMBEDDED, Target, load
 from drafters.types import Example
-from eval import calibrate, compare, report
+from eval import calibrate, compare, plan, report, sweeps
+from eval.costs import cost_model, from_file
 from eval.evaluate import evaluate, held_out, numbers_of_drafts
 from eval.replay import paths
 from eval.runs import check_comparable, common_ns, load_runs
+from serve import vllm
 
 if TYPE_CHECKING:
     from recipes.schema import Run
@@ -69,3 +74,60 @@ def compare_runs(run: Run) -> None:
     compare.write(result, out)
     print(compare.table(result))
     print(f"comparison: {out / 'compare.html'}")
+
+
+def planned(run: Run) -> None:
+    """What to deploy at which load: of ``drafter=``, or of the sweeps in ``observed=``."""
+    if run.observed is not None:
+        _show_sweeps(sweeps.plan(sweeps.read(Path(run.observed))), Path(run.out or "plan"))
+        return
+    directory, target, drafter, held, out = _opened(run)
+    accepted = evaluate(target, drafter, held, run.eval, run.seed)
+    report.write({"target": accepted["target"], "drafter": str(directory), **accepted}, out)
+    print(report.table(accepted))
+    scored = [report.from_row(row) for row in accepted["conversations"]]
+    if run.plan.points is not None:
+        _show_sweeps(plan.from_points(scored, run.plan, drafter.config.name), out)
+        return
+    load = plan.workload(run.plan, held)
+    if run.plan.costs is None:
+        ns, contexts = numbers_of_drafts(run.eval, drafter), plan.contexts(run.plan, load)
+        costs = cost_model(target, drafter, max(run.plan.concurrency), ns, contexts)
+    else:
+        costs = from_file(Path(run.plan.costs))
+    candidate = plan.Candidate(drafter.config.name, str(directory), scored, costs)
+    facts = {key: accepted[key] for key in ("target", "temperature", "dtype", "device")}
+    facts["costs"] = run.plan.costs or "measured on this machine with the engine of python -m serve"
+    found = plan.build([candidate], load, run.plan, run.seed, **facts)
+    found["vllm"] = _vllm_arguments(run, found)
+    plan.write(found, [candidate], out)
+    print(plan.table(found))
+    print(f"plan: {out / 'plan.html'}")
+
+
+def _show_sweeps(found: dict[str, Any], out: Path) -> None:
+    written = sweeps.write(found, out)
+    print(sweeps.table(found))
+    print(f"plan: {written}")
+
+
+def _vllm_arguments(run: Run, found: dict[str, Any]) -> dict[str, Any]:
+    """What ``vllm serve`` needs to draft as planned, or why it cannot."""
+    (method,) = found["methods"].values()
+    most = max(n for _, _, n in method["schedule"])
+    if most == 0:
+        return {"why": "drafting pays at no load; serve without it"}
+    try:
+        given = replace(run, serve=replace(run.serve, n=found["pick"]["n"] or most))
+        speculative = vllm.speculation(given, run.target, run.hardware)
+    except ValueError as error:
+        return {"why": str(error)}
+    assert speculative is not None, given
+    if len(method["schedule"]) > 1:
+        speculative |= {
+            "num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": method["schedule"]
+        }  # fmt: skip
+    return {
+        "speculative_config": speculative,
+        "arguments": shlex.join(["--speculative-config", json.dumps(speculative)]),
+    }

@@ -18,6 +18,7 @@ from data.sources import DataConfig
 from drafters.method import MethodConfig, all_methods
 from drafters.target import EMBEDDED, HardwareConfig
 from eval.evaluate import EvalConfig
+from eval.plan import PlanConfig
 from serve.answer import ServeConfig
 from serve.bench import BenchConfig
 from serve.settings import HttpConfig
@@ -38,6 +39,7 @@ class Run:
     drafter: str | None = None  # a drafter directory
     format: str | None = None  # how train task=export lays a directory out: vllm, zlab, deepspec or sglang
     runs: list[str] | None = None  # names under runs/, or directories, to compare
+    observed: str | None = None  # a file of sweeps of N, partly measured, to plan from
     out: str | None = None  # a file or directory to write
     engine: str = "own"  # of python -m serve: own, or vllm
     proposer: str | None = None  # none, ngram, suffix or a method; None: the drafter, where there is one
@@ -55,6 +57,7 @@ class Run:
     optim: OptimConfig = field(default_factory=OptimConfig)
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)

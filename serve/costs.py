@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,7 +31,11 @@ from serve.engine import Engine
 from serve.proposers import Combined
 from serve.types import Proposer
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 logger = logging.getLogger(__name__)
+Kept = TypeVar("Kept", bound="DataclassInstance")  # costs, of one kind or another
 
 
 @dataclass(frozen=True)
@@ -130,10 +134,11 @@ class Costs:
     @classmethod
     def read(cls, found: dict[str, Any]) -> Costs:
         """The inverse of ``dataclasses.asdict``, by way of JSON. Errors: as of ``Table``, or its keys."""
-        return cls(*(_read_table(found[part]) for part in ("steps", "drafting", "alone")))
+        return cls(*(read_table(found[part]) for part in ("steps", "drafting", "alone")))
 
 
-def _read_table(found: dict[str, Any]) -> Table:
+def read_table(found: dict[str, Any]) -> Table:
+    """The inverse of ``dataclasses.asdict``, by way of JSON. Errors: as of ``Table``, or its keys."""
     seconds = tuple(tuple(map(float, row)) for row in found["seconds"])
     return Table(tuple(map(int, found["rows"])), tuple(map(int, found["columns"])), seconds)
 
@@ -170,13 +175,13 @@ def spread(most: int) -> list[int]:
 
 
 def pieces(
-    target: Target, proposer: Proposer | None, slots: int, calls: int, context: int = 128
+    target: Target, proposer: Proposer | None, slots: int, calls: int, context: int = 128, equal: bool = False
 ) -> tuple[Timed, Timed]:
     """``step`` and ``draft`` for ``measure``: what an engine does in a round, ``context`` tokens in a slot.
 
     Rows that verify drafts have unequal numbers of them, as lookups and confidences leave rows, with the mean
-    that was asked for. Each step keeps one token, so there is room for so many ``calls``. Not measured: other
-    contexts than this one (longer ones cost more, with drafts and without), and prompts that are read.
+    that was asked for, unless they are to be ``equal``. Each step keeps one token, so there is room for so
+    many ``calls``. Not measured: prompts that are read.
     """
     spare = 1 if proposer is None else 2 + proposer.max_drafts
     engine = Engine(target, proposer, slots=slots, capacity=context + calls + spare)
@@ -194,7 +199,7 @@ def pieces(
     @torch.inference_mode()
     def step(rows: int, tokens: int) -> float:
         counts = [tokens] * rows
-        if rows > 1 and tokens > 1:
+        if rows > 1 and tokens > 1 and not equal:
             counts[0], counts[-1] = tokens + 1, tokens - 1
         fed = torch.full((rows, max(counts)), next(later), device=target.device)
         start = perf_counter()
@@ -223,13 +228,15 @@ def costs_for(target: Target, proposer: Proposer, slots: int) -> Costs:
         plain, _ = pieces(target, None, slots, calls)
         return measure(step, draft, plain, rows, ns, repeats)
 
-    return kept(key_of(target, proposer, slots), measured)
+    return kept(key_of(target, proposer, slots), measured, Costs.read)
 
 
 # Kept between starts -----------------------------------------------------------------------------
 
 
-def kept(key: Mapping[str, Any], measured: Callable[[], Costs]) -> Costs:
+def kept(
+    key: Mapping[str, Any], measured: Callable[[], Kept], read: Callable[[dict[str, Any]], Kept]
+) -> Kept:
     """The costs of this key from the cache directory, else measured now and written there.
 
     A file that is damaged, or that was written for another key, is measured again; where none can be
@@ -240,7 +247,7 @@ def kept(key: Mapping[str, Any], measured: Callable[[], Costs]) -> Costs:
     try:
         found = json.loads(path.read_bytes())
         if found["key"] == key:
-            return Costs.read(found["costs"])
+            return read(found["costs"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         pass
     costs = measured()

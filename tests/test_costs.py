@@ -144,10 +144,10 @@ def never() -> Costs:
 
 
 def test_costs_are_measured_once_for_a_key_and_again_for_another(folder):
-    assert kept(KEY, lambda: SOME) == SOME
-    assert kept(KEY, never) == SOME
-    assert kept({**KEY, "slots": 4}, lambda: OTHER) == OTHER
-    assert kept(KEY, never) == SOME
+    assert kept(KEY, lambda: SOME, Costs.read) == SOME
+    assert kept(KEY, never, Costs.read) == SOME
+    assert kept({**KEY, "slots": 4}, lambda: OTHER, Costs.read) == OTHER
+    assert kept(KEY, never, Costs.read) == SOME
     assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".json"]
 
 
@@ -162,21 +162,21 @@ def damaged(text: str) -> list[str]:
 
 @pytest.mark.parametrize("at", range(11))
 def test_a_damaged_or_foreign_file_is_measured_again_and_replaced(folder, at):
-    kept(KEY, lambda: SOME)
+    kept(KEY, lambda: SOME, Costs.read)
     (path,) = folder.iterdir()
     text = path.read_text()
     broken = damaged(text)[at]
     assert broken != text
     path.write_bytes(broken.encode(errors="surrogateescape"))
-    assert kept(KEY, lambda: OTHER) == OTHER
-    assert kept(KEY, never) == OTHER
+    assert kept(KEY, lambda: OTHER, Costs.read) == OTHER
+    assert kept(KEY, never, Costs.read) == OTHER
 
 
 @pytest.mark.parametrize("where", ["costs", "costs/sub"])
 def test_a_cache_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, monkeypatch, caplog, where):
     (tmp_path / "costs").write_text("a file where a folder should be")
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / where))
-    assert kept(KEY, lambda: SOME) == SOME
+    assert kept(KEY, lambda: SOME, Costs.read) == SOME
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "FOREDRAFT_CACHE" in record.getMessage()

@@ -165,6 +165,17 @@ def test_a_stop_token_inside_an_accepted_block_ends_the_answer_there(at):
     assert 1 + sum(done.emitted for done in answer.rounds) == len(answer.tokens)
 
 
+def test_a_schedule_hears_of_the_drafts_that_were_emitted_alone():
+    """Two more stand behind the stop token; nobody gains from them."""
+    schedule = Chance(4)
+    schedule.drafts, schedule.prefixes = lambda rows: 4, lambda proposal, rows: [4] * rows
+    drafts = Drafts(lambda path, n: ([6, 9, 7, 8], None))
+    engine = Engine(Script([0, 5, 6, 9, 7, 8, 4], (9,)), drafts, schedule=schedule)
+    (answer,) = engine.run([Request([0], 20)])
+    assert answer.tokens == [5, 6, 9]
+    assert [(drafted, accepted) for drafted, accepted, _ in schedule.rounds] == [([4], [2])]
+
+
 def test_a_stop_token_that_is_drafted_and_refused_ends_nothing(target):
     prompt = tiny.example(8, 8, seed=3).ids
     want = tiny.greedy(target, prompt, 12)

@@ -1,0 +1,113 @@
+"""What rounds and prompts cost on this machine, by requests, drafts and context: measured, read or kept.
+
+The tables of one context are those of the server's schedule (serve/costs.py): measured on the engine, made
+monotone, read between their points by lines. Between contexts, costs follow lines too, since attention to a
+context costs in proportion to its length. Few tokens a pass cost the reading of the weights, many their
+arithmetic, and the tables hold whatever steps the kernels have in between.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from drafters.target import Target
+from serve import costs
+from serve.costs import Costs, Table, spread
+from serve.engine import Engine
+from serve.types import Proposer, Request
+
+REPEATS = 3
+PROMPTS = (16, 64, 256, 512)  # lengths that reading a prompt is timed at; an engine reads 512 tokens at once
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of rounds at each of ``contexts``; of ``reading`` a prompt with the proposer, and without."""
+
+    contexts: tuple[int, ...]
+    rounds: tuple[Costs, ...]
+    reading: Table
+    reading_alone: Table
+
+    def __post_init__(self) -> None:
+        assert len(self.contexts) == len(self.rounds), self.contexts
+        assert list(self.contexts) == sorted({*self.contexts}), self.contexts
+
+    def round(self, rows: int, n: int, context: float) -> float:
+        """Drafting ``n`` for every row and verifying them, ``context`` tokens in a slot; 0: a plain round."""
+        return self._at(context, [one.round(rows, n) if n else one.plain(rows) for one in self.rounds])
+
+    def prompt(self, tokens: float, n: int) -> float:
+        """Reading one prompt, where drafts will follow or none."""
+        return (self.reading if n else self.reading_alone).at(1, tokens)
+
+    def _at(self, context: float, seconds: Sequence[float]) -> float:
+        """By a line between two contexts, beyond the last with its slope; a longer one is never cheaper."""
+        if len(seconds) == 1 or context <= self.contexts[0]:
+            return seconds[0]
+        pairs = list(zip(pairwise(self.contexts), pairwise(seconds), strict=True))
+        (left, right), (less, more) = next((p for p in pairs if context <= p[0][1]), pairs[-1])
+        return less + max(0.0, more - less) * (context - left) / (right - left)
+
+    @classmethod
+    def read(cls, found: dict[str, Any]) -> CostModel:
+        """The inverse of ``dataclasses.asdict``, by way of JSON. Errors: as of ``Costs.read``."""
+        return cls(
+            tuple(map(int, found["contexts"])),
+            tuple(map(Costs.read, found["rounds"])),
+            *(costs.read_table(found[part]) for part in ("reading", "reading_alone")),
+        )
+
+
+def from_file(path: Path) -> CostModel:
+    """The costs that a plan left in a file. Errors: ``ValueError`` naming it."""
+    try:
+        return CostModel.read(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise ValueError(
+            f"plan.costs={path}: no file of costs ({error!r}); name the costs.json of a plan, or leave it out"
+        ) from error
+
+
+def cost_model(
+    target: Target, proposer: Proposer, slots: int, ns: Sequence[int], contexts: Sequence[int]
+) -> CostModel:
+    """Costs of up to ``slots`` requests with this proposer on this machine: kept, or measured now."""
+    key = {**costs.key_of(target, proposer, slots), "ns": list(ns), "contexts": list(contexts)}
+    return costs.kept(key, lambda: measure(target, proposer, slots, ns, contexts), CostModel.read)
+
+
+def measure(
+    target: Target, proposer: Proposer, slots: int, ns: Sequence[int], contexts: Sequence[int]
+) -> CostModel:
+    """Time rounds at every context, with equal numbers of drafts in all rows, and the reading of prompts."""
+    found, rows = [], spread(slots)
+    calls = (REPEATS + 1) * len(rows) * (1 + len(ns))
+    for context in tqdm(contexts, desc="costs by context"):
+        step, draft = costs.pieces(target, proposer, slots, calls, context, equal=True)
+        plain, _ = costs.pieces(target, None, slots, calls, context)
+        found.append(costs.measure(step, draft, plain, rows, ns, REPEATS))
+    return CostModel(tuple(contexts), tuple(found), _reading(target, proposer), _reading(target, None))
+
+
+def _reading(target: Target, proposer: Proposer | None) -> Table:
+    """Median seconds of a prompt, from its arrival to its first token."""
+    engine = Engine(target, proposer, capacity=PROMPTS[-1] + 2 + (proposer.max_drafts if proposer else 0))
+    ids = (torch.arange(PROMPTS[-1]) % target.vocab_size).tolist()
+    seconds: dict[tuple[int, int], list[float]] = {(1, tokens): [] for tokens in PROMPTS}
+    for _ in range(REPEATS + 1):
+        for (_, tokens), some in seconds.items():
+            start = perf_counter()
+            list(engine.run([Request(ids[:tokens], 1)]))
+            some.append(perf_counter() - start)
+    return Table.fit({point: statistics.median(some[1:]) for point, some in seconds.items()})

@@ -1,0 +1,395 @@
+"""What to deploy: method and number of drafts at each load, from what is accepted and what rounds cost.
+
+``rows`` requests that decode together commit ``rows x tau`` tokens a round; each answer also had its prompt
+read, which holds the others up. Tokens a second are therefore
+
+    rows x answer / (rows x prompt seconds + (answer - 1) / tau(N) x round seconds(rows, N, context))
+
+where tau is pooled over the traffic: a domain's share of tokens is a share of 1 / tau. Intervals resample the
+conversations that acceptance was counted on; costs are taken as they were measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from itertools import groupby
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from drafters.files import replace_file
+from drafters.types import Example
+from eval import sweeps
+from eval.costs import CostModel
+from eval.report import Scored, as_png, html_table, image, interval, page, resampled
+from eval.sweeps import Panel, Point
+
+SCHEMA_VERSION = 1
+TRAFFIC = "traffic"  # the mix of domains that is served
+
+
+@dataclass
+class PlanConfig:
+    """``plan.*``"""
+
+    concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])  # requests decoded together
+    contexts: list[int] | None = (
+        None  # tokens in a slot that costs are measured at; None: where answers begin and end
+    )
+    prompt_tokens: int | None = None  # of a request; None: the mean of the evaluated ones
+    answer_tokens: int | None = None
+    traffic: dict[str, float] | None = (
+        None  # share of tokens by domain; None: as in the evaluated conversations
+    )
+    costs: str | None = None  # costs.json of another plan; None: measured on this machine
+    points: dict[int, float] | None = None  # tokens a second of somebody's engine by N, 0 for no drafts
+
+    def __post_init__(self) -> None:
+        for key in ("concurrency", "contexts"):
+            values = getattr(self, key)
+            if values is not None and (not values or min(values) < 1):
+                raise ValueError(f"plan.{key}={values}: give numbers from 1")
+        for key in ("prompt_tokens", "answer_tokens"):
+            value = getattr(self, key)
+            if value is not None and value < 2:
+                raise ValueError(f"plan.{key}={value}: give at least 2")
+        shares = [] if self.traffic is None else list(self.traffic.values())
+        if self.traffic is not None and not (min(shares, default=-1) >= 0 < sum(shares) < math.inf):
+            raise ValueError(f"plan.traffic={self.traffic}: give shares of 0 or more that sum to more than 0")
+        if self.points is not None:
+            _check_points(self.points)
+
+
+def _check_points(points: Mapping[int, float]) -> None:
+    if 0 not in points or len(points) < 3:
+        raise ValueError(
+            f"plan.points={dict(points)}: give tokens a second of 0 (no drafts) and of two N or more"
+        )
+    for n, rate in points.items():
+        if n < 0 or not 0 < rate < math.inf:
+            raise ValueError(f"plan.points: {rate} tokens a second at N={n}; both are numbers above 0")
+
+
+# What is known -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A drafter that could be deployed: its conversations with their counts by N, and what it costs."""
+
+    name: str
+    directory: str
+    scored: Sequence[Scored]
+    costs: CostModel
+
+    @property
+    def ns(self) -> list[int]:
+        return sorted(self.scored[0].by_n)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Mean tokens of a prompt and of its answer."""
+
+    prompt: float
+    answer: float
+
+    @property
+    def context(self) -> float:
+        """Tokens in a slot in the middle of an answer."""
+        return self.prompt + self.answer / 2
+
+
+def workload(config: PlanConfig, held: Sequence[Example]) -> Workload:
+    """As the settings say, else the means of the evaluated conversations."""
+    prompts = [example.mask.index(True) for example in held]
+    answers = [len(example.ids) - prompt for example, prompt in zip(held, prompts, strict=True)]
+    return Workload(
+        config.prompt_tokens or sum(prompts) / len(held), config.answer_tokens or sum(answers) / len(held)
+    )
+
+
+def contexts(config: PlanConfig, load: Workload) -> list[int]:
+    """Tokens in a slot that costs are measured at."""
+    found = config.contexts or [max(1, round(load.prompt)), round(load.prompt + load.answer)]
+    return sorted({*found})
+
+
+def shares(config: PlanConfig, scored: Sequence[Scored]) -> dict[str, float]:
+    """Each domain's share of the tokens that are served. Errors: ``ValueError`` for an unknown domain."""
+    most = max(scored[0].by_n)
+    tokens = {
+        domain: sum(one.by_n[most].tokens for one in scored if one.domain == domain)
+        for domain in dict.fromkeys(one.domain for one in scored)
+    }
+    given = config.traffic or {domain: float(number) for domain, number in tokens.items()}
+    if unknown := [domain for domain, share in given.items() if share and not tokens.get(domain)]:
+        raise ValueError(
+            f"plan.traffic: nothing was drafted in {', '.join(unknown)}; the evaluated domains are "
+            f"{', '.join(tokens)}"
+        )
+    return {domain: share / sum(given.values()) for domain, share in given.items() if share}
+
+
+def mixed_taus(
+    candidate: Candidate, mix: Mapping[str, float], seed: int
+) -> dict[int, tuple[float, np.ndarray]]:
+    """By N, tau of a mix of domains and its resamples."""
+    found = {}
+    for n in candidate.ns:
+        slowness, resampled_slowness = 0.0, np.zeros(1)
+        for domain, share in mix.items():
+            counts = [one.by_n[n] for one in candidate.scored if one.domain == domain]
+            slowness += share / reduce(add, counts).tau
+            resampled_slowness = resampled_slowness + share / np.maximum(resampled(counts, seed=seed), 1.0)
+        found[n] = (1 / slowness, 1 / resampled_slowness)
+    return found
+
+
+# Predicting --------------------------------------------------------------------------------------
+
+
+def rate(costs: CostModel, load: Workload, tau: Any, n: int, rows: int) -> Any:
+    """Tokens a second of ``rows`` requests that are always at work; an array for an array of taus."""
+    rounds = (load.answer - 1) / tau * costs.round(rows, n, load.context)
+    return rows * load.answer / (rows * costs.prompt(load.prompt, n) + rounds)
+
+
+def predict(
+    candidate: Candidate,
+    mixes: Mapping[str, Mapping[str, float]],
+    loads: Sequence[Workload],
+    concurrency: Sequence[int],
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Tokens a second and seconds a token for every mix, context, concurrency and N; N=0 does not draft."""
+    found = []
+    for mix, domains in mixes.items():
+        taus = {0: (1.0, np.ones(1)), **mixed_taus(candidate, domains, seed)}
+        for load in loads:
+            for rows in concurrency:
+                plain = rate(candidate.costs, load, 1.0, 0, rows)
+                for n, (tau, resamples) in taus.items():
+                    speed = rate(candidate.costs, load, tau, n, rows)
+                    found.append(
+                        {
+                            "method": candidate.name if n else "none",
+                            "n": n,
+                            "concurrency": rows,
+                            "context": round(load.context),
+                            "mix": mix,
+                            "tau": round(tau, 4),
+                            "tokens_per_second": round(speed, 3),
+                            "seconds_per_token": round(rows / speed, 6),
+                            "gain": round(speed / plain, 4),
+                            "gain_ci95": interval(rate(candidate.costs, load, resamples, n, rows) / plain),
+                        }
+                    )
+    return found  # fmt: skip
+
+
+def build(
+    candidates: Sequence[Candidate], load: Workload, config: PlanConfig, seed: int, **facts: Any
+) -> dict[str, Any]:
+    """plan.json: predictions, the pick at every load and in every domain, and where drafting stops to pay."""
+    mix = shares(config, candidates[0].scored)
+    mixes = {TRAFFIC: mix, **{domain: {domain: 1.0} for domain in mix}}
+    loads = [load, *(Workload(c - load.answer / 2, load.answer) for c in config.contexts or []
+                     if c > load.answer / 2)]  # fmt: skip
+    predictions = [
+        line
+        for candidate in candidates
+        for line in predict(candidate, mixes, loads, config.concurrency, seed)
+    ]
+    here = [line for line in predictions if line["context"] == round(load.context)]
+    served = [line for line in here if line["mix"] == TRAFFIC]
+    static = _static(served)
+    schedules = {one.name: _schedule(one, mix, load, max(config.concurrency), seed) for one in candidates}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        **facts,
+        "workload": {"prompt_tokens": round(load.prompt, 1), "answer_tokens": round(load.answer, 1)},
+        "traffic": {domain: round(share, 4) for domain, share in mix.items()},
+        "pick": static,
+        "by_concurrency": [_best(served, concurrency=rows) for rows in config.concurrency],
+        "by_domain": [
+            _best(here, mix=domain, concurrency=config.concurrency[0])
+            for domain in mixes
+            if domain != TRAFFIC
+        ],
+        "methods": {
+            one.name: {
+                "drafter": one.directory,
+                "schedule": schedules[one.name],
+                "break_even_concurrency": _break_even(schedules[one.name]),
+            }
+            for one in candidates
+        },
+        "predictions": predictions,
+    }
+
+
+def _best(lines: Sequence[dict[str, Any]], **where: Any) -> dict[str, Any]:
+    """The fastest prediction among those with these values."""
+    some = [line for line in lines if all(line[key] == value for key, value in where.items())]
+    return max(some, key=lambda line: line["tokens_per_second"])
+
+
+def _static(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One method and N for all loads: the largest product of gains."""
+    gains: dict[tuple[str, int], list[float]] = {}
+    for line in lines:
+        gains.setdefault((line["method"], line["n"]), []).append(line["gain"])
+    means = {key: math.exp(float(np.mean(np.log(some)))) for key, some in gains.items()}
+    method, n = max(means, key=means.__getitem__)
+    return {"method": method, "n": n, "mean_gain": round(means[method, n], 4)}
+
+
+def _schedule(
+    candidate: Candidate, mix: Mapping[str, float], load: Workload, most: int, seed: int
+) -> list[list[int]]:
+    """Runs of batch sizes with their fastest N: ``[first, last, N]``, from 1 on."""
+    taus = {0: 1.0, **{n: tau for n, (tau, _) in mixed_taus(candidate, mix, seed).items()}}
+
+    def fastest(rows: int) -> int:
+        return max(taus, key=lambda n: rate(candidate.costs, load, taus[n], n, rows))
+
+    runs = [(n, list(some)) for n, some in groupby(range(1, most + 1), key=fastest)]
+    return [[sizes[0], sizes[-1], n] for n, sizes in runs]
+
+
+def _break_even(schedule: Sequence[Sequence[int]]) -> int | None:
+    """The batch size from which on no N pays; ``None`` where one still does at the largest."""
+    return schedule[-1][0] if schedule[-1][2] == 0 else None
+
+
+# From somebody's engine ----------------------------------------------------------------------------
+
+
+def from_points(candidate_scored: Sequence[Scored], config: PlanConfig, method: str) -> dict[str, Any]:
+    """A plan from tokens a second of an engine at a few N: the cost of its rounds is a line through them.
+
+    Errors: ``ValueError`` for a point at an N that the drafter was not scored at.
+    """
+    assert config.points is not None
+    pooled = {n: reduce(add, (one.by_n[n] for one in candidate_scored)) for n in candidate_scored[0].by_n}
+    if unknown := sorted({*config.points} - {*pooled, 0}):
+        raise ValueError(f"plan.points: N={unknown[0]} was not scored; the scored N are {sorted(pooled)}")
+    points = tuple(Point(n, config.points.get(n), tuple(c.survival)) for n, c in sorted(pooled.items()))
+    return sweeps.plan([Panel("", method, TRAFFIC, config.points[0], points)])
+
+
+# Showing -------------------------------------------------------------------------------------------
+
+
+def _lines(result: Mapping[str, Any]) -> list[list[object]]:
+    """A line a concurrency: the pick, its gain with interval, tokens a second without drafts and by N."""
+    out: list[list[object]] = []
+    for best in result["by_concurrency"]:
+        rates = [
+            line
+            for line in _served(result)
+            if line["concurrency"] == best["concurrency"] and line["method"] in ("none", best["method"])
+        ]
+        by_n = {line["n"]: f"{line['n']}: {line['tokens_per_second']:.1f}" for line in rates}
+        gain = "{:.2f} ({:.2f} to {:.2f})".format(best["gain"], *best["gain_ci95"])
+        row = [best["concurrency"], best["method"], best["n"], gain, f"{1e3 * best['seconds_per_token']:.1f}"]
+        out.append([*row, "  ".join(by_n.values())])
+    return out
+
+
+HEAD = ("requests", "method", "N", "gain over not drafting", "ms a token", "tokens a second by N")
+
+
+def _served(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Predictions at the workload's own context and mix."""
+    context = result["by_concurrency"][0]["context"]
+    return [x for x in result["predictions"] if x["mix"] == TRAFFIC and x["context"] == context]
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The plan for a terminal."""
+    block = [HEAD, *_lines(result)]
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*block, strict=True)]
+    lines = ["  ".join(str(c).ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in block]
+    return "\n".join([*lines, *_sentences(result)])
+
+
+def _sentences(result: Mapping[str, Any]) -> list[str]:
+    pick = result["pick"]
+    static = f"{pick['method']} with N={pick['n']}, {pick['mean_gain']:.2f} times plain decoding"
+    found = [f"one N for all loads: {static if pick['n'] else 'do not draft'}"]
+    for name, method in result["methods"].items():
+        runs = ", ".join(f"{first} to {last}: {n}" for first, last, n in method["schedule"])
+        end = method["break_even_concurrency"]
+        stops = f"does not pay from {end} requests on" if end else "pays at every load that was looked at"
+        found.append(f"{name}: N by requests {runs}; it {stops}")
+    for best in result["by_domain"]:
+        if best["n"] == 0:
+            found.append(f"{best['mix']}: below break-even at {best['concurrency']} requests, do not draft")
+    if "vllm" in result:
+        found.append(f"vLLM: {result['vllm'].get('arguments') or result['vllm']['why']}")
+    return found
+
+
+def write(result: Mapping[str, Any], costs: Sequence[Candidate], directory: Path) -> None:
+    """``plan.json``, ``plan.png``, ``plan.html`` (opens offline) and ``costs.json`` of the first drafter."""
+    directory.mkdir(parents=True, exist_ok=True)
+    picture = draw(result)
+    facts = [
+        (k, v)
+        for k, v in result.items()
+        if k not in ("predictions", "by_concurrency", "by_domain", "methods")
+    ]
+    domains = [[x["mix"], x["method"], x["n"], f"{x['gain']:.2f}"] for x in result["by_domain"]]
+    parts = [
+        "<h1>How many tokens to draft</h1>",
+        html_table([], [[sentence] for sentence in _sentences(result)]),
+        image(picture, "tokens a second over requests at once, a line an N"),
+        html_table(HEAD, _lines(result)),
+        "<h2>By domain</h2>",
+        html_table(("domain", "method", "N", f"gain at {result['by_domain'][0]['concurrency']}"), domains),
+        html_table([], facts),
+    ]
+    for name, content in (
+        ("plan.json", json.dumps(result, indent=2).encode()),
+        ("costs.json", json.dumps(asdict(costs[0].costs), indent=2).encode()),
+        ("plan.png", picture),
+        ("plan.html", page("How many tokens to draft", *parts).encode()),
+    ):
+        replace_file(directory / name, content)
+
+
+def draw(result: Mapping[str, Any]) -> bytes:
+    """Tokens a second, and gain, over requests at once; a line an N of every method, as PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for line in _served(result):
+        groups.setdefault((line["method"], line["n"]), []).append(line)
+    several = len(result["methods"]) > 1
+    for (method, n), lines in groups.items():
+        lines = list({line["concurrency"]: line for line in lines}.values())
+        rows = [line["concurrency"] for line in lines]
+        label = "no drafts" if n == 0 else f"{method} N={n}" if several else f"N={n}"
+        style = {"color": "black", "linestyle": "--"} if n == 0 else {"marker": "o"}
+        left.plot(rows, [line["tokens_per_second"] for line in lines], label=label, **style)
+        right.plot(rows, [line["gain"] for line in lines], **style)
+    left.set(title="Predicted tokens a second", ylabel="tokens a second")
+    right.set(title="Over not drafting", ylabel="gain")
+    for axes in (left, right):
+        axes.set(xlabel="requests at once", xscale="log")
+        rows = result["by_concurrency"]
+        axes.set_xticks([line["concurrency"] for line in rows], [str(line["concurrency"]) for line in rows])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper")
+    return as_png(figure)
