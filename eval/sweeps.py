@@ -1,10 +1,10 @@
 """Published sweeps of N that are partly measured: the tokens a second of the other N, and the N to deploy.
 
 A round of N drafts commits tau(N) tokens in c(N) seconds, so tokens a second are tau(N) / c(N), and a rate
-that was measured gives c. Both are smooth in N where the rate is not: tau follows from how acceptance falls with
-position and with N, c is near a straight line. Figures of sweeps are single runs and noisy; lines of panels
-that share a model and a method are therefore drawn towards each other (a mixed-effects model), and a measured
-rate is taken as one sample of its line, not as the truth.
+that was measured gives c. Both are smooth in N where the rate is not: tau follows from how acceptance falls
+with position and with N, c is near a straight line. Figures of sweeps are single runs and noisy; lines of
+panels that share a model and a method are therefore drawn towards each other (a mixed-effects model), and a
+measured rate is taken as one sample of its line, not as the truth.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ HEADER = (
 )  # fmt: skip
 SEPARATOR = "|"
 
-# Standard deviations of a line a + b N, in rounds of plain decoding: over all sweeps, of a model and method
-# about those, of a panel about its own; and the relative noise of one figure.
-LEVELS, SLOPES, NOISE = (2.0, 0.5, 0.2), (0.2, 0.08, 0.02), 0.03
+# Standard deviations. Of a line a + b N, in rounds of plain decoding: over all sweeps, of a model and method
+# about those, of a panel about its own. In shares of the cost: of the steps that kernels make at some N,
+# alike in all panels of a model and method, and of the noise of one figure.
+LEVELS, SLOPES, STEPS, NOISE = (2.0, 0.5, 0.2), (0.2, 0.08, 0.02), 0.02, 0.03
 TAIL = 6  # positions that say how acceptance goes on beyond the last measured one
 
 
@@ -208,11 +209,14 @@ def predict(panels: Sequence[Panel]) -> list[dict[int, float]]:
     measured = [(p, n, rate) for p, panel in enumerate(panels) for n, rate in panel.measured.items()]
     seen = [(p, n) for p, n, _ in measured]
     cost = np.array([tau[p][n] * panels[p].baseline / rate for p, n, rate in measured])
+    steps = STEPS**2 * _alike(panels, seen, seen, same_n=True) * np.outer(cost, cost)
     noise = np.diag((NOISE * cost) ** 2)
-    weights = np.linalg.solve(_covariance(panels, seen, seen) + noise, cost)
+    weights = np.linalg.solve(_lines(panels, seen, seen) + steps + noise, cost)
     found = []
     for p, panel in enumerate(panels):
-        line = _covariance(panels, [(p, point.n) for point in panel.points], seen) @ weights
+        at = [(p, point.n) for point in panel.points]
+        line = _lines(panels, at, seen) @ weights
+        line += STEPS**2 * line * (_alike(panels, at, seen, same_n=True) @ (cost * weights))
         # A pass over more tokens is never cheaper, and none is cheaper than a plain round.
         costs = np.maximum.accumulate(np.maximum(line, 1.0))
         rates = {
@@ -223,16 +227,23 @@ def predict(panels: Sequence[Panel]) -> list[dict[int, float]]:
     return found
 
 
-def _covariance(
-    panels: Sequence[Panel], some: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]
-) -> np.ndarray:
-    """Of the costs at (panel, N) pairs: shared by all, by a model and method, by a panel."""
-    at, to = np.array(some), np.array(others)
-    products = np.outer(at[:, 1], to[:, 1])
-    pairs = np.array([f"{panel.model}{SEPARATOR}{panel.method}" for panel in panels])
-    alike = (1.0, pairs[at[:, 0]][:, None] == pairs[to[:, 0]], at[:, 0][:, None] == to[:, 0])
+Pairs = Sequence[tuple[int, int]]  # a panel and an N
+
+
+def _lines(panels: Sequence[Panel], some: Pairs, others: Pairs) -> np.ndarray:
+    """Covariance of the lines at these pairs: shared by all, by a model and method, by a panel."""
+    (panel_S, n_S), (panel_O, n_O) = np.array(some).T, np.array(others).T
+    alike = (1.0, _alike(panels, some, others), panel_S[:, None] == panel_O)
     parts = zip(alike, LEVELS, SLOPES, strict=True)
-    return sum(same * (level**2 + slope**2 * products) for same, level, slope in parts)
+    return sum(same * (level**2 + slope**2 * np.outer(n_S, n_O)) for same, level, slope in parts)
+
+
+def _alike(panels: Sequence[Panel], some: Pairs, others: Pairs, *, same_n: bool = False) -> np.ndarray:
+    """Whether two pairs are of one model and method, and, where asked for, of one N."""
+    (panel_S, n_S), (panel_O, n_O) = np.array(some).T, np.array(others).T
+    names = np.array([f"{panel.model}{SEPARATOR}{panel.method}" for panel in panels])
+    alike = names[panel_S][:, None] == names[panel_O]
+    return alike & (n_S[:, None] == n_O) if same_n else alike
 
 
 def plan(panels: Sequence[Panel]) -> dict[str, Any]:
@@ -314,7 +325,7 @@ def draw(found: Mapping[str, Any]) -> bytes:
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     handles, labels = grid.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=8)
     figure.supxlabel("drafts a round (N)", fontsize=8)
     figure.supylabel("tokens a second", fontsize=8)
     return as_png(figure)
