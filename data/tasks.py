@@ -87,7 +87,8 @@ def _page(shown: Sequence[dict[str, Any]], most: int = 200) -> str:
         parts.append(f"<section><h2>{head}</h2><p>{text}</p></section>")
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>What is supervised</title><style>'
-        "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+        "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"
+        "overflow-wrap:anywhere}"
         "h2{font-size:1rem;color:#555}p{white-space:pre-wrap}mark{background:#d7f0d0}</style>"
         f"<h1>What is supervised</h1><p>{len(shown)} rows, the first {min(most, len(shown))} shown.</p>"
         f"{''.join(parts)}</html>"

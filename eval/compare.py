@@ -7,6 +7,7 @@ compared with. The cost of drafting is measured here, so that one machine timed 
 
 from __future__ import annotations
 
+import html
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -230,7 +231,7 @@ def write(result: Mapping[str, Any], directory: Path) -> None:
     parts = [
         "<h1>Runs side by side</h1>",
         f"<p>{report.READ_AS}\nIntervals of differences hold 95 % of resamples of paired conversations.</p>",
-        html_table([], [["note", note] for note in result["notes"]]),
+        *(f"<p>Note: {html.escape(note)}.</p>" for note in result["notes"]),
         html_table(["", *result["runs"]], facts(result)),
         image(draw(result), "tau over N and survival over position, a column a domain"),
         html_table(_head(result), taus(result, result["ns"])),
@@ -259,7 +260,9 @@ def draw(result: Mapping[str, Any]) -> bytes:
         below.set(xlabel="draft position", ylim=(0, 1))
         for each in (above, below):
             each.grid(alpha=0.3)
+            each.xaxis.get_major_locator().set_params(integer=True)
     axes[0, 0].set(ylabel="tau")
     axes[1, 0].set(ylabel=f"survival at N = {result['ns'][-1]}")
-    axes[0, -1].legend()
+    lines = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=2, frameon=False)
     return as_png(figure)

@@ -9,6 +9,7 @@ import base64
 import html
 import io
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -173,7 +174,7 @@ def draw(report: Mapping[str, Any]) -> bytes:
     for name, row in report["domains"].items():
         ns = [int(n) for n in row["tau_by_n"]]
         left.plot(ns, list(row["tau_by_n"].values()), marker="o", label=name)
-        right.plot(range(1, len(row["survival"]) + 1), row["survival"], marker="o", label=name)
+        right.plot(range(1, len(row["survival"]) + 1), row["survival"], marker="o")
     left.set(
         xlabel="drafts a round (N)",
         ylabel="tokens per target pass (tau)",
@@ -187,7 +188,8 @@ def draw(report: Mapping[str, Any]) -> bytes:
     right.set_ylim(0, 1)
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend()
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False)
     return as_png(figure)
 
 
@@ -199,26 +201,31 @@ def as_png(figure: Figure) -> bytes:
 
 
 def _page(report: Mapping[str, Any], picture: bytes) -> str:
-    def line(name: str, row: Mapping[str, Any]) -> list[object]:
-        counts = [row[key] for key in ("prompts", "rounds", "tokens", "tau")]
-        curves = ["  ".join(f"{x:.3f}" for x in row[key]) for key in ("survival", "conditional")]
-        return [name, *counts, "{} to {}".format(*row["tau_ci95"]), f"{row['loops']:.0%}", *curves]
-
-    head = ["domain", "prompts", "rounds", "tokens", "tau", "95 % interval", "loops", "survival"]
-    rows = [line(*pair) for pair in [*report["domains"].items(), ("overall", report["overall"])]]
-    facts = [(key, value) for key, value in report.items() if key not in ("domains", "overall")]
+    head = ["domain", "prompts", "rounds", "tokens", "tau", "95 % interval", "loops"]
+    lines, by_position = [], []
+    for name, row in [*report["domains"].items(), ("overall", report["overall"])]:
+        low, high = row["tau_ci95"]
+        counts = [row[key] for key in ("prompts", "rounds", "tokens")]
+        lines.append([name, *counts, f"{row['tau']:.3f}", f"{low:.3f} to {high:.3f}", f"{row['loops']:.0%}"])
+        for key in ("survival", "conditional"):
+            by_position.append([name, key, *(f"{x:.3f}" for x in row[key])])
+    facts = [(key, value) for key, value in report.items() if key not in ("domains", "overall", "counting")]
     return page(
         f"Acceptance of {report['drafter']}",
         "<h1>Acceptance by domain</h1>",
         f"<p>{READ_AS}</p>",
-        html_table([*head, "conditional"], rows),
+        html_table(head, lines),
         image(picture, "tau over N, and survival over position"),
+        f"<h2>By draft position, N = {report['max_n']}</h2>",
+        "<p>Conditional at k is survival at k over survival at k - 1.</p>",
+        html_table(["domain", "", *range(1, report["max_n"] + 1)], by_position),
         html_table([], facts),
     )
 
 
 READ_AS = (
-    "tau is the number of tokens committed per target pass, the bonus token included, pooled over rounds.\n"
+    "tau is the number of tokens committed per target pass, the bonus token included, pooled over rounds;\n"
+    "a round that an end-of-turn token ends counts its accepted tokens only.\n"
     "Survival at k is the share of rounds in which drafts 1 to k were all accepted."
 )
 
@@ -228,8 +235,9 @@ def page(title: str, *parts: str) -> str:
     return f"""<!doctype html><html lang="en"><meta charset="utf-8">
 <title>{html.escape(title)}</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222}}
-table{{border-collapse:collapse;margin:1rem 0}}
-td,th{{border-bottom:1px solid #ddd;padding:.3rem .7rem;text-align:left;font-variant-numeric:tabular-nums}}
+table{{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}}
+td,th{{border-bottom:1px solid #ddd;padding:.3rem .5rem;text-align:left;font-variant-numeric:tabular-nums}}
+.figures{{white-space:nowrap}}
 img{{max-width:100%}}</style>
 {chr(10).join(parts)}</html>"""
 
@@ -237,8 +245,12 @@ img{{max-width:100%}}</style>
 def html_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """Rows of plain text as a table; without a head where that is empty."""
 
+    def cell(text: str, tag: str) -> str:
+        figures = ' class="figures"' if re.fullmatch(r"([-+.,%()\d ]|to)+", text) else ""
+        return f"<{tag}{figures}>{html.escape(text)}</{tag}>"
+
     def cells(row: Sequence[object], tag: str = "td") -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in row) + "</tr>"
+        return "<tr>" + "".join(cell(str(x), tag) for x in row) + "</tr>"
 
     return f"<table>{cells(head, 'th') if head else ''}{''.join(map(cells, rows))}</table>"
 
