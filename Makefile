@@ -12,8 +12,9 @@ BIN := .venv/bin
 STAMP := .venv/.installed-$(subst =,-,$(TORCH))
 RUN := $(BIN)/python -m
 SIDE_BY_SIDE := -n logical --maxprocesses 8 --dist worksteal
+SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
 
-.PHONY: demo test test-slow lint types bench install clean
+.PHONY: demo test test-slow browser lint types bench install clean
 
 demo: install
 	$(RUN) train +recipe=demo
@@ -25,6 +26,14 @@ test: install
 
 test-slow: install
 	$(RUN) pytest $(SIDE_BY_SIDE) -m "slow or not slow"
+
+# A browser for the tests of HTML pages: the one there is, else Debian's Chromium, else Playwright's.
+browser: install
+	$(RUN) tests.browser \
+	  || (command -v apt-get && $(SUDO) apt-get update \
+	    && $(SUDO) apt-get install --yes --no-install-recommends chromium) \
+	  || $(BIN)/playwright install chromium
+	$(RUN) tests.browser
 
 lint: install
 	$(BIN)/ruff check .
