@@ -39,16 +39,14 @@ class PlanConfig:
     """``plan.*``"""
 
     concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])  # requests decoded together
-    contexts: list[int] | None = (
-        None  # tokens in a slot that costs are measured at; None: where answers begin and end
-    )
+    contexts: list[int] | None = None  # tokens in a slot; None: those where answers begin and where they end
     prompt_tokens: int | None = None  # of a request; None: the mean of the evaluated ones
     answer_tokens: int | None = None
-    traffic: dict[str, float] | None = (
-        None  # share of tokens by domain; None: as in the evaluated conversations
-    )
+    # Share of tokens by domain; empty: as in the evaluated conversations.
+    traffic: dict[str, float] = field(default_factory=dict)
     costs: str | None = None  # costs.json of another plan; None: measured on this machine
-    points: dict[int, float] | None = None  # tokens a second of somebody's engine by N, 0 for no drafts
+    # Tokens a second of somebody's engine by N, 0 for no drafts; empty: costs are measured or read.
+    points: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key in ("concurrency", "contexts"):
@@ -59,10 +57,10 @@ class PlanConfig:
             value = getattr(self, key)
             if value is not None and value < 2:
                 raise ValueError(f"plan.{key}={value}: give at least 2")
-        shares = [] if self.traffic is None else list(self.traffic.values())
-        if self.traffic is not None and not (min(shares, default=-1) >= 0 < sum(shares) < math.inf):
+        shares = self.traffic.values()
+        if shares and not (min(shares) >= 0 < sum(shares) < math.inf):
             raise ValueError(f"plan.traffic={self.traffic}: give shares of 0 or more that sum to more than 0")
-        if self.points is not None:
+        if self.points:
             _check_points(self.points)
 
 
@@ -200,8 +198,10 @@ def build(
     """plan.json: predictions, the pick at every load and in every domain, and where drafting stops to pay."""
     mix = shares(config, candidates[0].scored)
     mixes = {TRAFFIC: mix, **{domain: {domain: 1.0} for domain in mix}}
-    loads = [load, *(Workload(c - load.answer / 2, load.answer) for c in config.contexts or []
-                     if c > load.answer / 2)]  # fmt: skip
+    others = {context for context in config.contexts or () if context > load.answer / 2} - {
+        round(load.context)
+    }
+    loads = [load, *(Workload(context - load.answer / 2, load.answer) for context in sorted(others))]
     predictions = [
         line
         for candidate in candidates
@@ -272,17 +272,23 @@ def _break_even(schedule: Sequence[Sequence[int]]) -> int | None:
 # From somebody's engine ----------------------------------------------------------------------------
 
 
-def from_points(candidate_scored: Sequence[Scored], config: PlanConfig, method: str) -> dict[str, Any]:
+def from_points(scored: Sequence[Scored], config: PlanConfig, method: str) -> dict[str, Any]:
     """A plan from tokens a second of an engine at a few N: the cost of its rounds is a line through them.
 
     Errors: ``ValueError`` for a point at an N that the drafter was not scored at.
     """
-    assert config.points is not None
-    pooled = {n: reduce(add, (one.by_n[n] for one in candidate_scored)) for n in candidate_scored[0].by_n}
-    if unknown := sorted({*config.points} - {*pooled, 0}):
-        raise ValueError(f"plan.points: N={unknown[0]} was not scored; the scored N are {sorted(pooled)}")
-    points = tuple(Point(n, config.points.get(n), tuple(c.survival)) for n, c in sorted(pooled.items()))
+    ns, mix = sorted(scored[0].by_n), shares(config, scored)
+    if unknown := sorted({*config.points} - {*ns, 0}):
+        raise ValueError(f"plan.points: N={unknown[0]} was not scored; the scored N are {ns}")
+    points = tuple(Point(n, config.points.get(n), _survival(scored, mix, n)) for n in ns)
     return sweeps.plan([Panel("", method, TRAFFIC, config.points[0], points)])
+
+
+def _survival(scored: Sequence[Scored], mix: Mapping[str, float], n: int) -> tuple[float, ...]:
+    """By position, over the rounds of a mix: a domain has as many as its share of tokens takes."""
+    pooled = {domain: reduce(add, (one.by_n[n] for one in scored if one.domain == domain)) for domain in mix}
+    rounds = np.array([share / pooled[domain].tau for domain, share in mix.items()])
+    return tuple((rounds / rounds.sum()) @ np.array([pooled[domain].survival for domain in mix]))
 
 
 # Showing -------------------------------------------------------------------------------------------

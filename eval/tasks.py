@@ -86,7 +86,7 @@ def planned(run: Run) -> None:
     report.write({"target": accepted["target"], "drafter": str(directory), **accepted}, out)
     print(report.table(accepted))
     scored = [report.from_row(row) for row in accepted["conversations"]]
-    if run.plan.points is not None:
+    if run.plan.points:
         _show_sweeps(plan.from_points(scored, run.plan, drafter.config.name), out)
         return
     load = plan.workload(run.plan, held)

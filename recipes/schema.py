@@ -6,11 +6,11 @@ with Hydra. Methods register themselves (drafters/method.py), so a new one appea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from data.capture import StatesConfig
 from data.regenerate import RegenerateConfig
@@ -73,7 +73,23 @@ class Run:
 def register() -> None:
     """Put the tree and every method into Hydra's store."""
     store = ConfigStore.instance()
-    store.store(name="run_schema", node=Run)
+    store.store(name="run_schema", node=_with_open_dictionaries(Run))
     store.store(group="method", name="none", node=MethodConfig(name="none"))
     for name, drafter in all_methods().items():
         store.store(group="method", name=name, node=drafter.config_class)
+
+
+def _with_open_dictionaries(schema: type) -> DictConfig:
+    """The tree with dictionaries that take any key (``plan.traffic={math: 1}``) though the rest is closed."""
+    tree = OmegaConf.structured(schema)
+
+    def visit(node: DictConfig) -> None:
+        if not is_dataclass(OmegaConf.get_type(node)):
+            OmegaConf.set_struct(node, False)
+            return
+        for key in node:
+            if not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig):
+                visit(node[key])
+
+    visit(tree)
+    return tree

@@ -1,0 +1,327 @@
+"""What to deploy at which load: predictions by hand, picks by brute force, the command on a tiny target."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+
+import pytest
+
+from data.examples import examples as to_examples
+from data.examples import renderer
+from data.sources import DataConfig, read
+from drafters import checkpoint
+from drafters.target import HardwareConfig, load
+from eval import costs as module
+from eval import plan
+from eval.costs import CostModel
+from eval.plan import TRAFFIC, Candidate, PlanConfig, Workload
+from eval.replay import Counts
+from eval.report import Scored
+from serve.costs import Costs, Table
+from tests import tiny
+from tests.commands import CPU, command, refusal
+
+SIZES = (1, 2, 4, 8, 16)
+
+
+def table(seconds, columns=(1, 2, 3, 5, 8), rows=SIZES) -> Table:
+    return Table(rows, columns, tuple(tuple(seconds(r, c) for c in columns) for r in rows))
+
+
+def model(*, at_context=(100, 300), per_token=0.01, per_context=1e-4) -> CostModel:
+    """A pass costs 1 second until eight tokens, then in proportion; context costs each row its length."""
+
+    def costs(context: int) -> Costs:
+        def step(rows, tokens):
+            return max(1.0, rows * tokens / 8) + rows * context * per_context
+
+        return Costs(table(step), table(lambda r, n: 0.1 + per_token * n), table(step, (1,)))
+
+    reading = table(lambda _, tokens: 0.5 + tokens / 100, (16, 512), (1,))
+    return CostModel(at_context, tuple(costs(c) for c in at_context), reading, reading)
+
+
+def scored(name: str, domain: str, accepted: float, rounds: int = 100) -> Scored:
+    """A conversation whose drafts survive with a probability each."""
+    by_n = {}
+    for n in (1, 2, 4):
+        survived = [rounds * accepted**k for k in range(1, n + 1)]
+        by_n[n] = Counts(n, rounds, round(rounds + sum(survived)), survived)
+    return Scored(name, domain, by_n)
+
+
+SOME = [scored(f"m{i}", "math", 0.8 + 0.02 * i) for i in range(5)] + [
+    scored(f"c{i}", "chat", 0.2 + 0.02 * i) for i in range(5)
+]
+LOAD = Workload(prompt=50, answer=101)
+
+
+def candidate(**more) -> Candidate:
+    return Candidate("dflash", "DIR", SOME, model(**more))
+
+
+def built(config: PlanConfig | None = None, **more) -> dict:
+    return plan.build([candidate(**more)], LOAD, config or PlanConfig(), 0)
+
+
+def found(result: dict, **where) -> dict:
+    (line,) = [x for x in result["predictions"] if all(x[key] == value for key, value in where.items())]
+    return line
+
+
+# Costs --------------------------------------------------------------------------------------------
+
+
+def test_costs_are_read_between_contexts_and_go_on_beyond():
+    costs = model()
+    assert costs.round(2, 0, 100) == pytest.approx(1.02)
+    assert costs.round(2, 0, 200) == pytest.approx(1.04)
+    assert costs.round(2, 0, 500) == pytest.approx(1.10)
+    assert costs.round(2, 0, 1) == costs.round(2, 0, 100)
+    assert costs.round(4, 4, 100) == pytest.approx(0.14 + 2.5 + 0.04)
+    assert costs.prompt(100, 3) == pytest.approx(1.5)
+
+
+def test_a_longer_context_is_never_cheaper_whatever_was_measured():
+    near, far = model().rounds
+    costs = replace(model(), rounds=(far, near))
+    assert costs.round(2, 2, 900) == costs.round(2, 2, 200) == far.round(2, 2)
+
+
+def test_costs_of_a_file_are_those_that_were_written(tmp_path):
+    (tmp_path / "costs.json").write_text(json.dumps(asdict(model())))
+    assert module.from_file(tmp_path / "costs.json") == model()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"contexts": [1], "rounds": []}', "null"])
+def test_a_file_without_costs_is_refused(tmp_path, text):
+    (tmp_path / "costs.json").write_text(text)
+    with pytest.raises(ValueError, match=r"plan.costs=.*costs.json"):
+        module.from_file(tmp_path / "costs.json")
+
+
+def test_costs_are_measured_at_every_context_once_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    target = tiny.target()
+    drafter = tiny.dflash(target)
+    costs = module.cost_model(target, drafter, 2, [1, 3], [8, 20])
+    assert costs.contexts == (8, 20)
+    assert costs.rounds[0].steps.columns == (1, 2, 4)
+    assert costs.rounds[1].drafting.columns == (1, 3)
+    assert costs.reading.columns == module.PROMPTS
+    monkeypatch.setattr(module, "measure", None)
+    assert module.cost_model(target, drafter, 2, [1, 3], [8, 20]) == costs
+    with pytest.raises(TypeError):
+        module.cost_model(target, drafter, 2, [1, 3], [8, 30])
+
+
+# Predicting ---------------------------------------------------------------------------------------
+
+
+def test_tokens_a_second_are_those_of_a_clock():
+    """Two requests of 101 tokens after prompts of 50: a prompt holds both up, then they share rounds."""
+    costs = model()
+    prompt, round_ = 0.5 + 50 / 100, (0.1 + 0.02) + 1.0 + 2 * LOAD.context * 1e-4
+    seconds = 2 * prompt + 100 / 1.6 * round_
+    assert plan.rate(costs, LOAD, 1.6, 2, 2) == pytest.approx(2 * 101 / seconds, rel=1e-3)
+
+
+def test_tau_of_a_mix_is_pooled_over_its_tokens():
+    """Of 100 tokens 30 are math and 70 chat: so many rounds in each."""
+    one = candidate()
+    (math_tau, _), (chat_tau, _) = (plan.mixed_taus(one, {d: 1.0}, 0)[4] for d in ("math", "chat"))
+    tau, resamples = plan.mixed_taus(one, {"math": 0.3, "chat": 0.7}, 0)[4]
+    assert tau == pytest.approx(100 / (30 / math_tau + 70 / chat_tau))
+    assert math_tau > 2.5 > 1.5 > chat_tau
+    assert resamples.min() < tau < resamples.max()
+    pooled = sum(one.by_n[4].tokens for one in SOME) / sum(one.by_n[4].rounds for one in SOME)
+    assert plan.mixed_taus(one, plan.shares(PlanConfig(), SOME), 0)[4][0] == pytest.approx(pooled)
+
+
+def test_predictions_are_made_for_every_mix_context_concurrency_and_number_of_drafts():
+    config = PlanConfig(concurrency=[1, 4], contexts=[100, 300])
+    result = built(config)
+    assert len(result["predictions"]) == 3 * 2 * 2 * 4  # the workload's own context is 100
+    slow, quick = (found(result, mix=TRAFFIC, n=2, concurrency=4, context=c) for c in (300, 100))
+    assert slow["tokens_per_second"] < quick["tokens_per_second"]
+    line = found(result, mix="math", n=4, concurrency=4, context=100)
+    assert line["seconds_per_token"] == pytest.approx(4 / line["tokens_per_second"], rel=1e-3)
+    low, high = line["gain_ci95"]
+    assert low < line["gain"] < high
+
+
+# Picking ------------------------------------------------------------------------------------------
+
+
+def test_the_pick_of_every_load_is_the_fastest():
+    result = built()
+    for best in result["by_concurrency"]:
+        some = [
+            x["tokens_per_second"]
+            for x in result["predictions"]
+            if (x["mix"], x["concurrency"]) == (TRAFFIC, best["concurrency"])
+        ]
+        assert best["tokens_per_second"] == max(some)
+
+
+def test_more_requests_take_fewer_drafts_until_none_pays():
+    """Eight tokens a pass are free; from eight requests on every draft costs what it could save at most."""
+    (method,) = built()["methods"].values()
+    sizes = [size for first, last, _ in method["schedule"] for size in range(first, last + 1)]
+    assert sizes == list(range(1, 17))
+    ns = [n for _, _, n in method["schedule"]]
+    assert ns == sorted(ns, reverse=True)
+    assert (ns[0], ns[-1]) == (4, 0)
+    assert method["break_even_concurrency"] == method["schedule"][-1][0]
+
+
+def test_where_drafting_always_pays_nothing_breaks_even():
+    result = built(PlanConfig(concurrency=[1, 2]))
+    assert result["methods"]["dflash"]["break_even_concurrency"] is None
+    assert result["pick"]["n"] > 0
+    assert result["pick"]["mean_gain"] > 1
+
+
+def test_one_number_for_all_loads_has_the_largest_product_of_gains():
+    result = built()
+    product = {
+        n: math.prod(found(result, mix=TRAFFIC, n=n, concurrency=size)["gain"] for size in SIZES)
+        for n in (0, 1, 2, 4)
+    }
+    assert result["pick"]["n"] == max(product, key=product.__getitem__)
+
+
+def test_domains_that_accept_little_are_told_not_to_draft():
+    dear = replace(candidate(), costs=model(per_token=0.3))
+    picks = {x["mix"]: x["n"] for x in plan.build([dear], LOAD, PlanConfig(), 0)["by_domain"]}
+    assert picks["math"] > 0
+    assert picks["chat"] == 0
+
+
+def test_two_drafters_share_a_plan():
+    weak = Candidate("eagle3", "OTHER", [replace(one, by_n=SOME[-1].by_n) for one in SOME], model())
+    result = plan.build([weak, candidate()], LOAD, PlanConfig(concurrency=[1]), 0)
+    assert result["by_concurrency"][0]["method"] == "dflash"
+    assert set(result["methods"]) == {"dflash", "eagle3"}
+
+
+def test_a_share_of_traffic_moves_the_plan_and_must_be_known():
+    all_math = built(PlanConfig(traffic={"math": 2.0, "chat": 0.0}))
+    assert all_math["traffic"] == {"math": 1.0}
+    assert all_math["by_concurrency"][0]["gain"] > built()["by_concurrency"][0]["gain"]
+    with pytest.raises(ValueError, match=r"plan.traffic: nothing was drafted in law; .* math, chat"):
+        built(PlanConfig(traffic={"law": 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"concurrency": []}, "plan.concurrency"),
+        ({"concurrency": [0]}, "plan.concurrency"),
+        ({"contexts": [-1]}, "plan.contexts"),
+        ({"answer_tokens": 1}, "plan.answer_tokens=1"),
+        ({"traffic": {"math": 0.0}}, "plan.traffic"),
+        ({"traffic": {"math": -1.0}}, "plan.traffic"),
+        ({"points": {1: 5.0, 2: 6.0, 3: 7.0}}, "of 0 (no drafts) and of two N"),
+        ({"points": {0: 5.0, 2: 6.0}}, "of 0 (no drafts) and of two N"),
+        ({"points": {0: 5.0, 2: 6.0, 3: 0.0}}, "0.0 tokens a second at N=3"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, words):
+    with pytest.raises(ValueError, match="plan") as refused:
+        PlanConfig(**settings)
+    assert words in str(refused.value)
+
+
+# From somebody's engine -----------------------------------------------------------------------------
+
+
+def test_points_of_an_engine_give_its_other_numbers_of_drafts():
+    """Its rounds cost 1.1 + 0.1 N plain ones; N=2 was not measured."""
+    tau = {n: t for n, (t, _) in plan.mixed_taus(candidate(), plan.shares(PlanConfig(), SOME), 0).items()}
+    points = {0: 50.0, **{n: 50 * tau[n] / (1.1 + 0.1 * n) for n in (1, 4)}}
+    (panel,) = plan.from_points(SOME, PlanConfig(points=points), "dflash")["panels"]
+    assert panel["predicted"]["2"] == pytest.approx(50 * tau[2] / 1.3, rel=0.03)
+    assert panel["pick"] == max((1, 2, 4), key=lambda n: tau[n] / (1.1 + 0.1 * n))
+    chat = PlanConfig(points=points, traffic={"chat": 1.0})
+    (other,) = plan.from_points(SOME, chat, "dflash")["panels"]
+    assert other["tau"]["4"] == pytest.approx(plan.mixed_taus(candidate(), {"chat": 1.0}, 0)[4][0], rel=0.01)
+    with pytest.raises(ValueError, match=r"plan.points: N=3 was not scored; the scored N are \[1, 2, 4\]"):
+        plan.from_points(SOME, PlanConfig(points={0: 5.0, 1: 6.0, 3: 7.0}), "dflash")
+
+
+# The command ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drafted(workshop, tmp_path_factory):
+    """The directory of a drafter that knows some of the tiny target's answers."""
+    target = load(str(workshop / "target"), HardwareConfig(dtype="float32", device="cpu"))
+    config = DataConfig(path=str(workshop / "rows.jsonl"))
+    examples, _ = to_examples(read(config), renderer(config, target.tokenizer, target.stop_ids), None)
+    drafter = tiny.trained(target, examples[:4], steps=40, mask_token=3)
+    directory = tmp_path_factory.mktemp("drafters") / "one"
+    checkpoint.write(drafter, directory)
+    return directory
+
+
+@pytest.fixture
+def asked(workshop, drafted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "REPEATS", 1)
+    return [
+        *CPU, "task=plan", f"target={workshop / 'target'}", f"data.path={workshop / 'rows.jsonl'}",
+        f"drafter={drafted}", "out=plan", "eval.per_domain=1", "eval.n=[1,4]", "plan.concurrency=[1,2]",
+    ]  # fmt: skip
+
+
+def test_the_command_leaves_a_plan_with_its_evidence(asked, tmp_path, capsys):
+    assert command("eval", *asked) == 0
+    out = capsys.readouterr().out
+    result = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert {x["n"] for x in result["predictions"]} == {0, 1, 4}
+    assert [best["concurrency"] for best in result["by_concurrency"]] == [1, 2]
+    assert "one N for all loads" in out
+    for name in ("report.json", "rows.jsonl", "plan.png", "plan.html", "costs.json"):
+        assert (tmp_path / "plan" / name).stat().st_size > 0
+    assert command("eval", *asked, "plan.costs=plan/costs.json", "out=again") == 0
+    again = json.loads((tmp_path / "again" / "plan.json").read_text())
+    assert again["predictions"] == result["predictions"]
+
+
+def test_costs_that_favour_drafting_give_arguments_for_vllm(asked, drafted, tmp_path, capsys):
+    """A batch size has its own number of drafts; the method and the directory are this drafter's."""
+
+    def step(rows, tokens):
+        return max(1.0, rows * tokens / 2) if tokens > 1 else 1.0
+
+    cheap = Costs(
+        table(step, (1, 2, 5), (1, 2)), table(lambda r, n: 1e-6, (1, 4), (1, 2)), table(step, (1,), (1, 2))
+    )
+    reading = table(lambda _, t: t / 1e6, (16, 512), (1,))
+    (tmp_path / "costs.json").write_text(json.dumps(asdict(CostModel((10,), (cheap,), reading, reading))))
+    assert command("eval", *asked, "plan.costs=costs.json") == 0
+    result = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    given = result["vllm"]
+    assert given["speculative_config"]["model"] == str(drafted)
+    assert given["speculative_config"]["method"] == "dflash"
+    assert json.dumps(given["speculative_config"]) in given["arguments"]
+
+
+def test_points_come_by_the_command_line(asked, tmp_path, capsys):
+    traffic = "plan.traffic={chat: 1, code: 2}"
+    assert command("eval", *asked, "eval.n=null", "plan.points={0: 50, 1: 60, 3: 70}", traffic) == 0
+    (panel,) = json.loads((tmp_path / "plan" / "plan.json").read_text())["panels"]
+    assert list(panel["predicted"]) == ["1", "2", "3", "4"]
+
+
+def test_a_number_of_drafts_beyond_the_block_is_refused(asked, capsys):
+    assert "trained for 1 to 4 drafts" in refusal(capsys, "eval", *asked, "eval.n=[9]")
+
+
+def test_a_plan_needs_a_drafter_or_sweeps(asked, capsys):
+    without = [text for text in asked if not text.startswith("drafter=")]
+    assert "name a drafter directory" in refusal(capsys, "eval", *without)
