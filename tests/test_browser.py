@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from eval.report import as_png, html_table, image, page
-from tests import browser, runs, tiny
+from tests import browser, runs, test_sweeps, tiny
 from tests.commands import CPU, command
 from tests.test_imports import MODULES
 
@@ -30,6 +30,8 @@ PAGES = [
     Page("scored/report.html", 1, 3, "eval drafter=runs/one/drafter data.path=held.jsonl out=scored"),
     Page("compare/compare.html", 1, 4, "eval task=compare runs=[one,other]"),
     Page("alike/compare.html", 1, 4, "eval task=compare runs=[one,copy] out=alike"),
+    Page("plan/plan.html", 1, 4, "eval task=plan drafter=runs/one/drafter data.path=held.jsonl out=plan"),
+    Page("sweeps/plan.html", 1, 1, "eval task=plan observed=sweep.csv out=sweeps"),
     Page("shown.html", 0, 0, "data task=inspect data.path=odd.jsonl out=shown.jsonl data.max_skip=0.5"),
 ]
 
@@ -52,6 +54,8 @@ def here(workshop, tmp_path_factory):
     question = {"role": "user", "content": "<b>&"}
     odd = [[question, {"role": "assistant", "content": text}] for text in ("<i>", "word" * 99, "a\n  b")]
     tiny.write_rows(directory / "odd.jsonl", [{"messages": messages} for messages in [[question], *odd]])
+    whole = test_sweeps.panel(name=("other", "Method", "set"))
+    test_sweeps.written(directory, [test_sweeps.partly(test_sweeps.panel(), 1, 4), whole])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         more = ["train.report=true", "data.eval_path=held.jsonl", "train.eval_every=99"]
