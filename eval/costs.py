@@ -69,13 +69,13 @@ class CostModel:
         )
 
 
-def from_file(path: Path) -> CostModel:
-    """The costs that a plan left in a file. Errors: ``ValueError`` naming it."""
+def from_file(path: Path, name: str) -> CostModel:
+    """The costs of a drafter that a plan left in a file. Errors: ``ValueError`` naming both."""
     try:
-        return CostModel.read(json.loads(path.read_text()))
+        return CostModel.read(json.loads(path.read_text())[name])
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise ValueError(
-            f"plan.costs={path}: no file of costs ({error!r}); name the costs.json of a plan, or leave it out"
+            f"plan.costs={path}: no costs of {name} ({error!r}); name a plan's costs.json, or leave it out"
         ) from error
 
 

@@ -344,8 +344,8 @@ def _sentences(result: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def write(result: Mapping[str, Any], costs: Sequence[Candidate], directory: Path) -> None:
-    """``plan.json``, ``plan.png``, ``plan.html`` (opens offline) and ``costs.json`` of the first drafter."""
+def write(result: Mapping[str, Any], candidates: Sequence[Candidate], directory: Path) -> None:
+    """``plan.json``, ``plan.png``, ``plan.html`` (opens offline) and ``costs.json``."""
     directory.mkdir(parents=True, exist_ok=True)
     picture = draw(result)
     facts = [
@@ -365,7 +365,7 @@ def write(result: Mapping[str, Any], costs: Sequence[Candidate], directory: Path
     ]
     for name, content in (
         ("plan.json", json.dumps(result, indent=2).encode()),
-        ("costs.json", json.dumps(asdict(costs[0].costs), indent=2).encode()),
+        ("costs.json", json.dumps({one.name: asdict(one.costs) for one in candidates}, indent=2).encode()),
         ("plan.png", picture),
         ("plan.html", page("How many tokens to draft", *parts).encode()),
     ):

@@ -43,14 +43,15 @@ def load_runs(names: Sequence[str], data: str) -> list[Compared]:
     """
     if len(names) < 2:
         raise ValueError(f"runs=[{','.join(names)}]: name two runs or more, for example runs=[one,other]")
-    directories = [_directory(name) for name in names]
+    directories = [directory_of(name) for name in names]
     for at, directory in enumerate(directories):
         if directory.resolve() in [other.resolve() for other in directories[:at]]:
             raise ValueError(f"runs=[{','.join(names)}]: {names[at]} is named twice")
     return [_load(*pair, data) for pair in zip(names, directories, strict=True)]
 
 
-def _directory(name: str) -> Path:
+def directory_of(name: str) -> Path:
+    """Of a run under runs/, or a directory. Errors: ``ValueError`` where there is no run."""
     for directory in (Path("runs") / name, Path(name)):
         if (directory / "recipe.yaml").is_file():
             return directory

@@ -14,10 +14,10 @@ from drafters.method import Drafter
 from drafters.target import EMBEDDED, Target, load
 from drafters.types import Example
 from eval import calibrate, compare, plan, report, sweeps
-from eval.costs import cost_model, from_file
+from eval.costs import CostModel, cost_model, from_file
 from eval.evaluate import evaluate, held_out, numbers_of_drafts
 from eval.replay import paths
-from eval.runs import check_comparable, common_ns, load_runs
+from eval.runs import check_comparable, common_ns, directory_of, load_runs
 from serve import vllm
 
 if TYPE_CHECKING:
@@ -77,32 +77,61 @@ def compare_runs(run: Run) -> None:
 
 
 def planned(run: Run) -> None:
-    """What to deploy at which load: of ``drafter=``, or of the sweeps in ``observed=``."""
+    """What to deploy at which load, of ``drafter=``, of ``runs=[...]`` or of ``observed=``."""
     if run.observed is not None:
         _show_sweeps(sweeps.plan(sweeps.read(Path(run.observed))), Path(run.out or "plan"))
         return
-    directory, target, drafter, held, out = _opened(run)
-    accepted = evaluate(target, drafter, held, run.eval, run.seed)
-    report.write({"target": accepted["target"], "drafter": str(directory), **accepted}, out)
-    print(report.table(accepted))
-    scored = [report.from_row(row) for row in accepted["conversations"]]
-    if run.plan.points:
-        _show_sweeps(plan.from_points(scored, run.plan, drafter.config.name), out)
-        return
+    chosen = _to_choose_from(run)
+    first = next(iter(chosen.values()))
+    directory, target, drafter, held, out = _opened(replace(run, drafter=str(first)))
     load = plan.workload(run.plan, held)
-    if run.plan.costs is None:
-        ns, contexts = numbers_of_drafts(run.eval, drafter), plan.contexts(run.plan, load)
-        costs = cost_model(target, drafter, max(run.plan.concurrency), ns, contexts)
-    else:
-        costs = from_file(Path(run.plan.costs))
-    candidate = plan.Candidate(drafter.config.name, str(directory), scored, costs)
+    candidates = []
+    for name, directory in chosen.items():
+        drafter = drafter if directory == first else checkpoint.read(directory, target)
+        accepted = evaluate(target, drafter, held, run.eval, run.seed)
+        accepted = {"target": accepted["target"], "drafter": str(directory), **accepted}
+        report.write(accepted, out if len(chosen) == 1 else out / name)
+        print(report.table(accepted))
+        scored = [report.from_row(row) for row in accepted["conversations"]]
+        if run.plan.points:
+            _show_sweeps(plan.from_points(scored, run.plan, name), out)
+            return
+        costs = _costs(run, name, target, drafter, plan.contexts(run.plan, load))
+        candidates.append(plan.Candidate(name, str(directory), scored, costs))
     facts = {key: accepted[key] for key in ("target", "temperature", "dtype", "device")}
     facts["costs"] = run.plan.costs or "measured on this machine with the engine of python -m serve"
-    found = plan.build([candidate], load, run.plan, run.seed, **facts)
+    found = plan.build(candidates, load, run.plan, run.seed, **facts)
     found["vllm"] = _vllm_arguments(run, found)
-    plan.write(found, [candidate], out)
+    plan.write(found, candidates, out)
     print(plan.table(found))
     print(f"plan: {out / 'plan.html'}")
+
+
+def _to_choose_from(run: Run) -> dict[str, Path]:
+    """Drafter directories by name: a method, or a run. Errors: ``ValueError`` where nothing fits together."""
+    if not run.runs:
+        if run.drafter is None:
+            raise ValueError(
+                "task=plan: name a drafter directory (drafter=runs/demo/drafter), runs=[...] or observed=FILE"
+            )
+        return {checkpoint.read_config(Path(run.drafter))["speculators_model_type"]: Path(run.drafter)}
+    for key, given in (
+        ("drafter", run.drafter),
+        ("plan.costs", run.plan.costs),
+        ("plan.points", run.plan.points),
+    ):
+        if given:
+            raise ValueError(
+                f"runs=[{','.join(run.runs)}] {key}={given}: {key} is of one drafter; leave one out"
+            )
+    return {Path(name).name: directory_of(name) / "drafter" for name in run.runs}
+
+
+def _costs(run: Run, name: str, target: Target, drafter: Drafter, contexts: list[int]) -> CostModel:
+    if run.plan.costs is not None:
+        return from_file(Path(run.plan.costs), name)
+    ns = numbers_of_drafts(run.eval, drafter)
+    return cost_model(target, drafter, max(run.plan.concurrency), ns, contexts)
 
 
 def _show_sweeps(found: dict[str, Any], out: Path) -> None:
@@ -113,12 +142,13 @@ def _show_sweeps(found: dict[str, Any], out: Path) -> None:
 
 def _vllm_arguments(run: Run, found: dict[str, Any]) -> dict[str, Any]:
     """What ``vllm serve`` needs to draft as planned, or why it cannot."""
-    (method,) = found["methods"].values()
+    pick = found["pick"]
+    method = found["methods"].get(pick["method"]) or next(iter(found["methods"].values()))
     most = max(n for _, _, n in method["schedule"])
     if most == 0:
         return {"why": "drafting pays at no load; serve without it"}
     try:
-        given = replace(run, serve=replace(run.serve, n=found["pick"]["n"] or most))
+        given = replace(run, drafter=method["drafter"], serve=replace(run.serve, n=pick["n"] or most))
         speculative = vllm.speculation(given, run.target, run.hardware)
     except ValueError as error:
         return {"why": str(error)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import asdict, replace
 
 import pytest
@@ -91,15 +92,17 @@ def test_a_longer_context_is_never_cheaper_whatever_was_measured():
 
 
 def test_costs_of_a_file_are_those_that_were_written(tmp_path):
-    (tmp_path / "costs.json").write_text(json.dumps(asdict(model())))
-    assert module.from_file(tmp_path / "costs.json") == model()
+    (tmp_path / "costs.json").write_text(json.dumps({"dflash": asdict(model())}))
+    assert module.from_file(tmp_path / "costs.json", "dflash") == model()
+    with pytest.raises(ValueError, match=r"no costs of eagle3"):
+        module.from_file(tmp_path / "costs.json", "eagle3")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"contexts": [1], "rounds": []}', "null"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"dflash": {"contexts": [1], "rounds": []}}', "null"])
 def test_a_file_without_costs_is_refused(tmp_path, text):
     (tmp_path / "costs.json").write_text(text)
     with pytest.raises(ValueError, match=r"plan.costs=.*costs.json"):
-        module.from_file(tmp_path / "costs.json")
+        module.from_file(tmp_path / "costs.json", "dflash")
 
 
 def test_costs_are_measured_at_every_context_once_and_kept(tmp_path, monkeypatch):
@@ -302,13 +305,30 @@ def test_costs_that_favour_drafting_give_arguments_for_vllm(asked, drafted, tmp_
         table(step, (1, 2, 5), (1, 2)), table(lambda r, n: 1e-6, (1, 4), (1, 2)), table(step, (1,), (1, 2))
     )
     reading = table(lambda _, t: t / 1e6, (16, 512), (1,))
-    (tmp_path / "costs.json").write_text(json.dumps(asdict(CostModel((10,), (cheap,), reading, reading))))
+    (tmp_path / "costs.json").write_text(
+        json.dumps({"dflash": asdict(CostModel((10,), (cheap,), reading, reading))})
+    )
     assert command("eval", *asked, "plan.costs=costs.json") == 0
     result = json.loads((tmp_path / "plan" / "plan.json").read_text())
     given = result["vllm"]
     assert given["speculative_config"]["model"] == str(drafted)
     assert given["speculative_config"]["method"] == "dflash"
     assert json.dumps(given["speculative_config"]) in given["arguments"]
+
+
+def test_the_drafters_of_runs_are_planned_together(asked, drafted, tmp_path, capsys):
+    for name in ("one", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "recipe.yaml").write_text("settings: {}")
+        shutil.copytree(drafted, tmp_path / "runs" / name / "drafter")
+    without = [text for text in asked if not text.startswith("drafter=")]
+    assert command("eval", *without, "runs=[one,other]") == 0
+    result = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert set(result["methods"]) == {"one", "other"}
+    assert {x["method"] for x in result["predictions"]} == {"none", "one", "other"}
+    assert (tmp_path / "plan" / "other" / "report.json").exists()
+    assert "drafter is of one drafter" in refusal(capsys, "eval", *asked, "runs=[one,other]")
+    assert "no run" in refusal(capsys, "eval", *without, "runs=[gone]")
 
 
 def test_points_come_by_the_command_line(asked, tmp_path, capsys):
