@@ -171,6 +171,14 @@ def test_the_trained_drafter_rests_while_every_row_has_enough(lengths, n, is_ask
         assert (proposal.lengths, proposal.tokens_BK.tolist()) == (lengths, drafts)
 
 
+def test_a_trained_drafter_of_no_drafts_is_not_asked_and_short_matches_stand():
+    cheap, costly = fixed([4, 2, 0], 0, 4), fixed(None, 50, 3)
+    combined = Combined(cheap, costly, trust=3, n=0)
+    proposal = combined.propose(combined.begin(3, 64), range(3), torch.zeros(3).long(), 4)
+    assert proposal.lengths == [4, 2, 0]
+    assert not costly.asked
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_short_match_is_not_enough_because_few_drafts_are_asked_for(n):
     cheap, costly = fixed([2, 3, 4], 0, 4), fixed(None, 50, 3)
