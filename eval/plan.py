@@ -11,6 +11,7 @@ conversations that acceptance was counted on; costs are taken as they were measu
 
 from __future__ import annotations
 
+import html
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -298,15 +299,14 @@ def _lines(result: Mapping[str, Any]) -> list[list[object]]:
     """A line a concurrency: the pick, its gain with interval, tokens a second without drafts and by N."""
     out: list[list[object]] = []
     for best in result["by_concurrency"]:
-        rates = [
-            line
-            for line in _served(result)
-            if line["concurrency"] == best["concurrency"] and line["method"] in ("none", best["method"])
-        ]
-        by_n = {line["n"]: f"{line['n']}: {line['tokens_per_second']:.1f}" for line in rates}
+        here = [line for line in _served(result) if line["concurrency"] == best["concurrency"]]
+        shown = max((line for line in here if line["n"]), key=lambda line: line["gain"])["method"]
+        rates = {
+            x["n"]: f"{x['n']}: {x['tokens_per_second']:.1f}" for x in here if x["method"] in ("none", shown)
+        }
         gain = "{:.2f} ({:.2f} to {:.2f})".format(best["gain"], *best["gain_ci95"])
         row = [best["concurrency"], best["method"], best["n"], gain, f"{1e3 * best['seconds_per_token']:.1f}"]
-        out.append([*row, "  ".join(by_n.values())])
+        out.append([*row, "  ".join(rates.values())])
     return out
 
 
@@ -332,10 +332,13 @@ def _sentences(result: Mapping[str, Any]) -> list[str]:
     static = f"{pick['method']} with N={pick['n']}, {pick['mean_gain']:.2f} times plain decoding"
     found = [f"one N for all loads: {static if pick['n'] else 'do not draft'}"]
     for name, method in result["methods"].items():
-        runs = ", ".join(f"{first} to {last}: {n}" for first, last, n in method["schedule"])
+        runs = ", ".join(
+            f"N={n} at {first}" + (f" to {last}" if last > first else "")
+            for first, last, n in method["schedule"]
+        )
         end = method["break_even_concurrency"]
         stops = f"does not pay from {end} requests on" if end else "pays at every load that was looked at"
-        found.append(f"{name}: N by requests {runs}; it {stops}")
+        found.append(f"{name}: {runs} requests; it {stops}")
     for best in result["by_domain"]:
         if best["n"] == 0:
             found.append(f"{best['mix']}: below break-even at {best['concurrency']} requests, do not draft")
@@ -348,20 +351,23 @@ def write(result: Mapping[str, Any], candidates: Sequence[Candidate], directory:
     """``plan.json``, ``plan.png``, ``plan.html`` (opens offline) and ``costs.json``."""
     directory.mkdir(parents=True, exist_ok=True)
     picture = draw(result)
-    facts = [
-        (k, v)
-        for k, v in result.items()
-        if k not in ("predictions", "by_concurrency", "by_domain", "methods")
-    ]
+    workload, traffic = result["workload"], result["traffic"]
+    facts = {
+        **{
+            key: result[key] for key in ("target", "dtype", "device", "temperature", "costs") if key in result
+        },
+        "prompt and answer": f"{workload['prompt_tokens']} and {workload['answer_tokens']} tokens",
+        "traffic": ", ".join(f"{domain} {share:.0%}" for domain, share in traffic.items()),
+    }
     domains = [[x["mix"], x["method"], x["n"], f"{x['gain']:.2f}"] for x in result["by_domain"]]
     parts = [
         "<h1>How many tokens to draft</h1>",
-        html_table([], [[sentence] for sentence in _sentences(result)]),
+        *(f"<p>{html.escape(sentence)}</p>" for sentence in _sentences(result)),
         image(picture, "tokens a second over requests at once, a line an N"),
         html_table(HEAD, _lines(result)),
         "<h2>By domain</h2>",
         html_table(("domain", "method", "N", f"gain at {result['by_domain'][0]['concurrency']}"), domains),
-        html_table([], facts),
+        html_table([], [*facts.items()]),
     ]
     for name, content in (
         ("plan.json", json.dumps(result, indent=2).encode()),

@@ -30,7 +30,7 @@ PAGES = [
     Page("scored/report.html", 1, 3, "eval drafter=runs/one/drafter data.path=held.jsonl out=scored"),
     Page("compare/compare.html", 1, 4, "eval task=compare runs=[one,other]"),
     Page("alike/compare.html", 1, 4, "eval task=compare runs=[one,copy] out=alike"),
-    Page("plan/plan.html", 1, 4, "eval task=plan drafter=runs/one/drafter data.path=held.jsonl out=plan"),
+    Page("plan/plan.html", 1, 3, "eval task=plan drafter=runs/one/drafter data.path=held.jsonl out=plan"),
     Page("sweeps/plan.html", 1, 1, "eval task=plan observed=sweep.csv out=sweeps"),
     Page("shown.html", 0, 0, "data task=inspect data.path=odd.jsonl out=shown.jsonl data.max_skip=0.5"),
 ]
