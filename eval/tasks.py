@@ -13,7 +13,7 @@ from drafters import checkpoint
 from drafters.method import Drafter
 from drafters.target import EMBEDDED, Target, load
 from drafters.types import Example
-from eval import calibrate, compare, plan, report, sweeps
+from eval import calibrate, compare, plan, plan_page, report, sweeps
 from eval.costs import CostModel, cost_model, from_file
 from eval.evaluate import evaluate, held_out, numbers_of_drafts
 from eval.replay import paths
@@ -102,8 +102,8 @@ def planned(run: Run) -> None:
     facts["costs"] = run.plan.costs or "measured on this machine with the engine of python -m serve"
     found = plan.build(candidates, load, run.plan, run.seed, **facts)
     found["vllm"] = _vllm_arguments(run, found)
-    plan.write(found, candidates, out)
-    print(plan.table(found))
+    plan_page.write(found, candidates, out)
+    print(plan_page.table(found))
     print(f"plan: {out / 'plan.html'}")
 
 
