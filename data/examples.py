@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import groupby, pairwise
 
 from data.chat import Message, Renderer, Skip, template_of
 from data.sources import DataConfig, Row
@@ -77,6 +78,42 @@ def _answered(row: Row, render: Renderer, max_length: int | None) -> Iterator[Ex
             )
     if not usable:
         raise Skip("no assistant text within max_length")
+
+
+def turns(example: Example) -> list[Example]:
+    """One example an answer, each with all that came before it; the example itself where it holds but one.
+
+    An assistant's opening words, before which there is nothing, answer no prompt and are left out.
+    """
+    out: list[Example] = []
+    end = 0
+    for supervised, group in groupby(example.mask):
+        start, end = end, end + len(list(group))
+        if supervised and start > 0:
+            name, mask = f"{example.name} (turn {len(out) + 1})", [False] * start + [True] * (end - start)
+            out.append(Example(example.ids[:end], mask, example.domain, name))
+    return [example] if len(out) == 1 and out[0].mask == example.mask else out
+
+
+def turn_rows(row: Row) -> list[Row]:
+    """One row for each assistant turn of a conversation: what was said before it, other turns as history.
+
+    Where two users speak in a row answers are missing, which have to be made first: such a row stays whole.
+    """
+    roles = [message["role"] for message in row.messages]
+    if ("user", "user") in pairwise(roles):
+        return [row]
+    ends = [
+        at
+        for at, (before, role) in enumerate(pairwise([*roles, "assistant"]), 1)
+        if role == "assistant" and before in ("user", "tool")
+    ]
+    if len(ends) < 2:
+        return [row]
+    return [
+        replace(row, where=f"{row.where} (turn {turn})", messages=row.messages[:end], answers=[])
+        for turn, end in enumerate(ends, 1)
+    ]
 
 
 def questions(row: Row) -> list[list[Message]]:

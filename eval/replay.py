@@ -7,23 +7,26 @@ as agree with the path and emits one token more, or ends with the path.
 At temperature 0 the path is the target's own argmax, and counts are exact in fp32: step-by-step decoding
 (eval/rollout.py) makes the same rounds. At other temperatures it is the stored answer, which has to be
 sampled from the target at that temperature; where drafts are sampled too, counts are expectations
-(eval/sampled.py).
+(eval/sampled.py). A proposer that looks drafts up reads nothing but the path itself (``score_lookup``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from data.capture import capture, refuse_bad
+from data.examples import turns
 from data.pack import pack
 from drafters.method import Drafter
 from drafters.target import Target
 from drafters.types import Batch, Example, States
 from eval.sampled import acceptance, expected, log_law
+from serve.lookup import Lookup
 
 
 @dataclass
@@ -31,27 +34,34 @@ class Counts:
     """Rounds and what they accepted; added up, never averaged.
 
     ``survived[k]`` counts the rounds whose drafts 1..k+1 were all accepted; ``tokens`` those emitted.
-    Rounds are whole numbers, but expectations where path and drafts are both sampled.
+    Rounds are whole numbers, but expectations where path and drafts are both sampled. ``proposed[k]`` counts
+    the rounds in which k+1 drafts or more were verified; ``None`` where every round proposes ``max_n``.
     """
 
     max_n: int
     rounds: float = 0
     tokens: int = 0
     survived: list[float] = field(default_factory=list)
+    proposed: list[int] | None = None
 
     def __post_init__(self) -> None:
         self.survived = self.survived or [0] * self.max_n
 
-    def add_round(self, accepted: int, emitted: int) -> None:
+    def add_round(self, accepted: int, emitted: int, proposed: int = 0) -> None:
         """A round counts the drafts that it emitted, not those that stood beyond the end of the answer."""
         self.rounds += 1
         self.tokens += emitted
         for k in range(min(accepted, emitted)):
             self.survived[k] += 1
+        if self.proposed is not None:
+            self.proposed = [num + (k < proposed) for k, num in enumerate(self.proposed)]
 
     def __add__(self, other: Counts) -> Counts:
-        both = [a + b for a, b in zip(self.survived, other.survived, strict=True)]
-        return Counts(self.max_n, self.rounds + other.rounds, self.tokens + other.tokens, both)
+        rounds, tokens = self.rounds + other.rounds, self.tokens + other.tokens
+        proposed = None
+        if self.proposed is not None and other.proposed is not None:
+            proposed = _sums(self.proposed, other.proposed)
+        return Counts(self.max_n, rounds, tokens, _sums(self.survived, other.survived), proposed)
 
     @property
     def tau(self) -> float:
@@ -64,8 +74,25 @@ class Counts:
 
     @property
     def conditional(self) -> list[float]:
-        before = [self.rounds, *self.survived]
-        return [a / b if b else 0.0 for a, b in zip(self.survived, before, strict=False)]
+        return _shares(self.survived, [self.rounds, *self.survived])
+
+    @property
+    def survival_of_proposed(self) -> list[float] | None:
+        """Of the rounds that proposed at least k drafts, those whose drafts 1..k were all accepted."""
+        return None if self.proposed is None else _shares(self.survived, self.proposed)
+
+    @property
+    def drafted(self) -> float:
+        """Drafts verified in a round, in the mean."""
+        return self.max_n if self.proposed is None else sum(self.proposed) / max(1, self.rounds)
+
+
+def _sums(one: Sequence, other: Sequence) -> list:
+    return [a + b for a, b in zip(one, other, strict=True)]
+
+
+def _shares(some: Sequence[float], of: Sequence[float]) -> list[float]:
+    return [a / b if b else 0.0 for a, b in zip(some, of, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -104,17 +131,19 @@ def walk(drafts_AK: Tensor, path: Sequence[int]) -> Counts:
 
 def rounds(drafts_AK: Tensor, path: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Where each round of one path starts, the drafts it accepts and the tokens it emits."""
-    num = drafts_AK.shape[1]
     drafts = drafts_AK.tolist()
     at = 0
     while at < len(path) - 1:
-        left = path[at + 1 : at + 1 + num]
-        accepted = 0
-        while accepted < len(left) and drafts[at][accepted] == left[accepted]:
-            accepted += 1
-        emitted = min(accepted + 1, len(path) - 1 - at)
+        accepted, emitted = _round(drafts[at], path, at)
         yield at, accepted, emitted
         at += emitted
+
+
+def _round(drafts: Sequence[int], path: Sequence[int], at: int) -> tuple[int, int]:
+    """Of drafts made at ``path[at]`` those that the path accepts, and the tokens that their round emits."""
+    pairs = zip(drafts, path[at + 1 : at + 1 + len(drafts)], strict=False)
+    accepted = sum(takewhile(bool, (draft == token for draft, token in pairs)))
+    return accepted, min(accepted + 1, len(path) - 1 - at)
 
 
 @torch.inference_mode()
@@ -126,12 +155,11 @@ def paths(
     temperature: float = 0.0,
     batch_tokens: int = 2048,
 ) -> Iterator[Path]:
-    """The target's own path through each example, whose supervised tokens are one answer at its end.
+    """The target's own path through each answer of the examples, turn by turn.
 
-    Errors: ``ValueError`` naming a row whose states are NaN, infinite or zero, that holds more answers,
-    or one without a prompt.
+    Errors: ``ValueError`` naming a row whose states are NaN, infinite or zero, or one without a prompt.
     """
-    for group in _groups(examples, batch_tokens):
+    for group in _groups(answers(examples), batch_tokens):
         for example, states in zip(group, capture(target, group, layer_ids, with_last=True), strict=True):
             refuse_bad(example, states)
             yield _path(target, example, states, temperature)
@@ -164,6 +192,33 @@ def score(
         log_p_T = _log_p(drafter.target, batch, path, anchors_at_once) if drafts == "sampled" else None
         out.append({n: _rounds(drafter, batch, path, parts, n, log_p_T) for n in ns})
     return out
+
+
+def score_lookup(proposer: Lookup, n: int) -> Callable[[Path], Counts]:
+    """Counts one path after another, of a proposer that looks drafts up, without a pass of anything.
+
+    Paths are what one slot decodes in this order: what remembers past answers remembers those before.
+    """
+    state, row = proposer.begin(1, 0), range(1)
+
+    def hear(tokens: list[int]) -> None:
+        proposer.advance(state, row, None, torch.tensor([tokens]), [len(tokens)])
+
+    def count(path: Path) -> Counts:
+        counts, at, tokens = Counts(n, proposed=[0] * n), 0, path.tokens
+        hear(path.example.ids[: path.first])
+        proposer.answering(state, 0)
+        while at < path.length - 1:
+            proposal = proposer.propose(state, row, torch.tensor([tokens[at]]), n)
+            drafts = proposal.tokens_BK[0].tolist()[: path.length - 1 - at]
+            accepted, emitted = _round(drafts, tokens, at)
+            counts.add_round(accepted, emitted, len(drafts))
+            hear(tokens[at : at + emitted])
+            at += emitted
+        state.drop([0])
+        return counts
+
+    return count
 
 
 def _rounds(
@@ -206,12 +261,17 @@ def _acceptance(
     return acceptance(log_p_T[at_AK], log_q_AK) * possible_AK
 
 
+def answers(examples: Iterable[Example]) -> Iterator[Example]:
+    """Every answer of the examples as one of its own. Errors: ``ValueError`` naming a row without any."""
+    for example in examples:
+        found = turns(example)
+        if not found:
+            raise ValueError(f"{example.name}: the answer has no prompt before it; leave the row out")
+        yield from found
+
+
 def _path(target: Target, example: Example, states: States, temperature: float) -> Path:
     first = example.mask.index(True)
-    if first == 0:
-        raise ValueError(f"{example.name}: the answer has no prompt before it; leave the row out")
-    if not all(example.mask[first:]):
-        raise ValueError(f"{example.name}: replay takes one answer at the end of a row; split the turns")
     if temperature > 0:
         return Path(example, states, first, len(example.ids) - first, False, None, temperature)
     answer_P = torch.tensor(example.ids[first:])

@@ -17,8 +17,14 @@ from data.sources import DOMAINS, DataConfig, read
 from drafters.types import Example
 from drafters.vocab import choose
 from eval import replay
-from eval.replay import Counts, paths, score, walk
-from eval.rollout import rollout
+from eval.replay import Counts, paths, score, score_lookup, walk
+from eval.rollout import request_seed, rollout
+from serve.engine import Engine
+from serve.law import Sampling
+from serve.ngram import Ngram, NgramConfig
+from serve.proposers import Combined
+from serve.suffix import Suffix, SuffixConfig
+from serve.types import Request
 from tests import tiny
 
 CASES = Path(__file__).parent / "cases"
@@ -133,6 +139,153 @@ def test_several_slots_count_as_one_slot_does(target, answers, drafter):
     assert together == alone
 
 
+def conversation(of, turns: int, seed: int) -> Example:
+    """Questions and the target's greedy answers, one after another, in one row."""
+    ids, mask = [], []
+    for turn in range(turns):
+        ids += tiny.example(5, 5, seed=100 * seed + turn).ids
+        answer = tiny.greedy(of, ids, 9 + turn)
+        mask += [False] * (len(ids) - len(mask)) + [True] * len(answer)
+        ids += answer
+    return Example(ids, mask, "chat", f"talk {seed}")
+
+
+def test_every_turn_of_a_conversation_is_a_path_of_its_own(target, answers, drafter):
+    rows = [answers[0], conversation(target, 3, 1), conversation(target, 2, 2)]
+    found = list(paths(target, rows, drafter.layer_ids))
+    names = [f"talk {talk} (turn {turn})" for talk, turns in ((1, 3), (2, 2)) for turn in range(1, turns + 1)]
+    assert [path.example.name for path in found] == [answers[0].name, *names]
+    assert not any(path.off_path for path in found)
+    assert sum(path.length for path in found) == sum(sum(row.mask) for row in rows)
+    replayed = score(drafter, found, [1, 4])
+    for n in (1, 4):
+        decoded = {example.name: counts for example, _, counts in rollout(target, drafter, rows, n, slots=2)}
+        assert decoded == {path.example.name: by_n[n] for path, by_n in zip(found, replayed, strict=True)}
+    assert sum(by_n[4].survived[0] for by_n in replayed) > 0
+
+
+# Proposers that look drafts up ----------------------------------------------------------------------
+
+
+def greedily(of, prompt: list[int], num: int, name: str) -> Example:
+    answer = tiny.greedy(of, prompt, num)
+    return Example(prompt + answer, [False] * len(prompt) + [True] * len(answer), "chat", name)
+
+
+LOOKUPS = {
+    "ngram": Ngram(NgramConfig(shortest=1)),
+    "suffix": Suffix(SuffixConfig()),
+    "suffix of one request": Suffix(SuffixConfig(past=False)),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_what_is_looked_up_is_replayed_as_it_is_decoded(name, n):
+    of = tiny.target(layers=3, vocab=12)  # answers repeat themselves
+    prompts = torch.randint(3, 12, (6, 20), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [greedily(of, prompt, 40, f"row {at}") for at, prompt in enumerate(prompts)]
+    proposer = LOOKUPS[name]
+    count = score_lookup(proposer, n)
+    replayed = [count(path) for path in paths(of, rows, [])]
+    decoded = [counts for _, _, counts in rollout(of, proposer, rows, n)]
+    assert decoded == replayed
+    total = sum(replayed[1:], replayed[0])
+    assert 0 < total.survived[0] < total.proposed[0]
+    assert total.proposed[0] < total.rounds, "the test needs rounds without drafts"
+    assert total.drafted == sum(total.proposed) / total.rounds
+
+
+def test_rounds_that_propose_nothing_count_in_tau_and_not_among_those_that_propose():
+    counts = Counts(2, proposed=[0, 0])
+    for accepted, proposed in ((2, 2), (0, 0), (1, 1), (0, 1)):
+        counts.add_round(accepted, accepted + 1, proposed)
+    assert (counts.tau, counts.survival) == (7 / 4, [0.5, 0.25])
+    assert counts.proposed == [3, 1]
+    assert counts.survival_of_proposed == [2 / 3, 1.0]
+    assert (counts + counts).proposed == [6, 2]
+    assert Counts(2, 4, 7, [2, 1]).survival_of_proposed is None
+
+
+def test_a_lookup_before_a_drafter_and_plain_decoding_are_decoded(target, answers, drafter):
+    both = Combined(Ngram(NgramConfig()), drafter, trust=4, n=2)
+    for example, answer, counts in rollout(target, both, answers, 8, slots=3):
+        assert answer.tokens == example.ids[example.mask.index(True) :]
+        assert counts.tokens == len(answer.tokens) - 1
+        assert len(counts.proposed) == 8
+    for example, answer, counts in rollout(target, None, answers, 0):
+        assert answer.tokens == example.ids[example.mask.index(True) :]
+        assert (counts.rounds, counts.survived) == (len(answer.tokens) - 1, [])
+
+
+# At a temperature -----------------------------------------------------------------------------------
+
+HOT, LONG = 1.0, 16
+
+
+@pytest.fixture(scope="module")
+def toy():
+    """A target of twelve tokens, a drafter that has seen some of its sampled answers, and prompts."""
+    of = tiny.target(layers=2, vocab=12, seed=3)
+    of.model.lm_head.weight.data *= 2.5  # surer of itself: at temperature 1 drafts are accepted
+    prompts = torch.randint(3, 11, (240, 4), generator=torch.Generator().manual_seed(0)).tolist()
+    asked = [Example([*p, 3], [False] * 4 + [True], "chat", f"row {at}") for at, p in enumerate(prompts)]
+    known = sampled(of, asked[:40], seed=9)
+    return of, tiny.trained(of, known, steps=40, mask_token=11, num_states=1), asked
+
+
+def sampled(of, asked, seed):
+    """The answers that plain decoding samples, as rows."""
+    engine = Engine(of, slots=16, capacity=40)
+    requests = [
+        Request(row.ids[:4], LONG, Sampling(HOT, seed=request_seed(seed, row.name)), name=str(at))
+        for at, row in enumerate(asked)
+    ]
+    answers = sorted(engine.run(requests), key=lambda answer: int(answer.request.name))
+    return [
+        replace(row, ids=row.ids[:4] + a.tokens, mask=[False] * 4 + [True] * len(a.tokens))
+        for row, a in zip(asked, answers, strict=True)
+    ]
+
+
+def by_row(found, rows):
+    by_name = {example.name: counts for example, _, counts in found}
+    return [by_name[row.name] for row in rows]
+
+
+def test_sampled_answers_are_those_of_their_seed_whatever_else_is_decoded(toy):
+    of, drafter, asked = toy
+    rows = sampled(of, asked[:24], seed=1)
+    replayed = score(drafter, list(paths(of, rows, drafter.layer_ids, temperature=HOT)), [3])
+    hot = {"temperature": HOT, "seed": 1, "max_new_tokens": LONG}
+    for slots in (1, 16):
+        decoded = by_row(rollout(of, drafter, asked[:24], 3, slots=slots, **hot), rows)
+        assert decoded == [by_n[3] for by_n in replayed]
+    assert len({request_seed(1, row.name) for row in rows}) == 24
+
+
+def test_tau_of_decoding_is_that_of_sampled_replay_within_monte_carlo_error(toy):
+    """Other draws on either side for the same prompts: only the law is the same."""
+    of, drafter, asked = toy
+    found = list(paths(of, sampled(of, asked, seed=1), drafter.layer_ids, temperature=HOT))
+    replayed = [by_n[4] for by_n in score(drafter, found, [4])]
+    hot = {"temperature": HOT, "seed": 2, "max_new_tokens": LONG, "slots": 16}
+    decoded = by_row(rollout(of, drafter, asked, 4, **hot), asked)
+    (tau, off), (other, other_off) = deviations(replayed), deviations(decoded)
+    error = sum((a - b) ** 2 for a, b in zip(off, other_off, strict=True)) ** 0.5
+    assert 3 * error < 0.08 * tau, "too few draws to tell"
+    assert abs(tau - other) < 3 * error
+    assert tau > 1.2, "the test needs accepted drafts"
+    greedy = by_row(rollout(of, drafter, asked[:60], 4, max_new_tokens=LONG, slots=16), asked[:60])
+    assert abs(deviations(greedy)[0] - tau) > 6 * error, "another law would be seen"
+
+
+def deviations(counts):
+    """Pooled tau, and what each answer moves it by: a ratio of sums over independent answers."""
+    tokens, rounds = sum(c.tokens for c in counts), sum(c.rounds for c in counts)
+    return tokens / rounds, [(c.tokens - tokens / rounds * c.rounds) / rounds for c in counts]
+
+
 def test_decoding_goes_on_to_the_limit_that_is_asked_for(target, answers):
     cut = replace(answers[1], ids=answers[1].ids[:12], mask=answers[1].mask[:12])
     ((_, answer, _),) = rollout(target, tiny.dflash(target), [cut], 2, max_new_tokens=9)
@@ -182,13 +335,6 @@ def test_the_margin_is_the_smallest_gap_between_best_and_second_logit(target, an
     best = logits[first - 1 : -1].topk(2, dim=-1).values
     (path,) = paths(target, [example], [0])
     assert path.margin == pytest.approx(float((best[:, 0] - best[:, 1]).min()), rel=1e-4)
-
-
-def test_a_row_of_several_turns_is_refused_by_name(target):
-    example = tiny.example(20, 4)
-    mask = [*example.mask[:10], False, *example.mask[11:]]
-    with pytest.raises(ValueError, match="row 0: replay takes one answer.*split the turns"):
-        list(paths(target, [replace(example, mask=mask)], [0]))
 
 
 def test_an_answer_without_a_prompt_is_refused_by_name(target):

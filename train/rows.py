@@ -7,7 +7,6 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import torch
 
 from data.capture import check_ids
 from data.examples import examples as to_examples
-from data.examples import renderer
+from data.examples import renderer, turns
 from data.sources import BUNDLED, Row, check_skips, content_id, read, split_point
 from drafters.target import Target, load
 from drafters.types import Example
@@ -108,18 +107,3 @@ def hold_out(rows: Sequence[Row], share: float, seed: int) -> set[str]:
 def _row(example: Example) -> str:
     """Where the row of an example stands; those of one conversation are told apart by a turn."""
     return example.name.split(" (turn ")[0]
-
-
-def turns(example: Example) -> list[Example]:
-    """One example an answer, each with all that came before it: replay walks one answer at a time.
-
-    An assistant's opening words, before which there is nothing, answer no prompt and are left out.
-    """
-    out: list[Example] = []
-    end = 0
-    for supervised, group in groupby(example.mask):
-        start, end = end, end + len(list(group))
-        if supervised and start > 0:
-            name, mask = f"{example.name} (turn {len(out) + 1})", [False] * start + [True] * (end - start)
-            out.append(Example(example.ids[:end], mask, example.domain, name))
-    return out
