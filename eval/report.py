@@ -27,8 +27,10 @@ from eval.replay import Counts
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from serve.costs import Costs
+
 SCHEMA_VERSION = 1
-COUNTING = {"bonus": True, "pooled": True, "eos_rounds": "accepted tokens only"}
+COUNTING: dict[str, Any] = {"bonus": True, "pooled": True, "eos_rounds": "accepted tokens only"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Scored:
     """One conversation of a domain: its counts by N, and what was odd about it.
 
     ``off_path`` counts its answers that are not the target's own; ``margin`` is the smallest top-2
-    margin along them, ``None`` where it was not looked at. ``prompt`` is a hash of what was asked.
+    margin along them, ``None`` where it was not looked at, as is ``loops``. ``prompt`` is a hash of what was
+    asked. Where a server counted, these are ``prompts`` conversations together.
     """
 
     name: str
@@ -44,8 +47,9 @@ class Scored:
     by_n: dict[int, Counts]
     off_path: int = 0
     margin: float | None = None
-    loops: bool = False
+    loops: bool | None = False
     prompt: str = ""
+    prompts: int = 1
 
 
 def bootstrap(counts: Sequence[Counts], *, seed: int = 0, samples: int = 2000) -> list[float]:
@@ -67,29 +71,64 @@ def interval(values: np.ndarray) -> list[float]:
     return [round(float(x), 4) for x in np.quantile(values, [0.025, 0.975])]
 
 
-def summarise(scored: Sequence[Scored], max_n: int, seed: int) -> dict[str, Any]:
-    """One entry of ``domains``: pooled counts and rates at ``max_n``, and tau for every N."""
+def summarise(scored: Sequence[Scored], max_n: int, seed: int, costs: Costs | None = None) -> dict[str, Any]:
+    """One entry of ``domains``: pooled counts and rates at ``max_n``, and tau for every N.
+
+    Where a proposer does not always propose, also what survived of rounds that proposed as much; with
+    ``costs``, what ``break_even`` says.
+    """
     pooled = {n: reduce(add, (s.by_n[n] for s in scored)) for n in scored[0].by_n}
     top = pooled[max_n]
+    of_proposed = top.survival_of_proposed
+    loop = [s.loops for s in scored]
     return {
-        "prompts": len(scored),
+        "prompts": sum(s.prompts for s in scored),
         "rounds": round(top.rounds),  # an expectation where path and drafts are both sampled
         "tokens": top.tokens,
         "tau": round(top.tau, 4),
         "tau_ci95": bootstrap([s.by_n[max_n] for s in scored], seed=seed),
         "survival": [round(x, 4) for x in top.survival],
         "conditional": [round(x, 4) for x in top.conditional],
+        **({} if of_proposed is None else {"survival_of_proposed": [round(x, 4) for x in of_proposed]}),
         "tau_by_n": {str(n): round(c.tau, 4) for n, c in sorted(pooled.items())},
-        "loops": round(sum(s.loops for s in scored) / len(scored), 4),
+        "loops": None if None in loop else round(sum(map(bool, loop)) / len(loop), 4),
+        **({} if costs is None else break_even(pooled, costs)),
     }
 
 
-def build(scored: Sequence[Scored], *, max_n: int, seed: int, **facts: Any) -> dict[str, Any]:
+def break_even(pooled: Mapping[int, Counts], costs: Costs) -> dict[str, Any]:
+    """The N that gains most for one request, the tau that pays for its rounds, and whether tau is below it.
+
+    A round costs its drafting and a pass over the anchor and the drafts that were verified in the mean; it
+    pays where it takes no longer than plain decoding of as many tokens.
+    """
+    needed = {
+        n: (costs.draft(1, n) + costs.step(1, 1 + counts.drafted)) / costs.plain(1)
+        for n, counts in pooled.items()
+    }
+    best = max(needed, key=lambda n: pooled[n].tau / needed[n])
+    return {
+        "best_n": best,
+        "break_even": round(needed[best], 4),
+        "below_break_even": pooled[best].tau < needed[best],
+    }
+
+
+def build(
+    scored: Sequence[Scored],
+    *,
+    max_n: int,
+    seed: int,
+    costs: Costs | None = None,
+    counting: Mapping[str, Any] = COUNTING,
+    **facts: Any,
+) -> dict[str, Any]:
     """The whole report; ``facts`` are target, drafter, method, temperature, mode and dtype.
 
-    Its ``conversations`` go to a file of their own (``write``). Errors: ``ValueError`` when no
-    conversation could be scored.
+    Its ``conversations`` go to a file of their own (``write``); ``empty_domains`` names the first of a domain
+    in which none made a round. Errors: ``ValueError`` when no conversation could be scored.
     """
+    first = {one.domain: one.name for one in reversed(scored)}
     off_path = sum(s.off_path for s in scored)
     margins = [s.margin for s in scored if s.margin is not None]
     scored = [s for s in scored if s.by_n[max_n].rounds]
@@ -98,27 +137,33 @@ def build(scored: Sequence[Scored], *, max_n: int, seed: int, **facts: Any) -> d
     domains: dict[str, list[Scored]] = {}
     for one in scored:
         domains.setdefault(one.domain, []).append(one)
-    table = {name: summarise(some, max_n, seed) for name, some in domains.items()}
+    table = {name: summarise(some, max_n, seed, costs) for name, some in domains.items()}
+    below = [name for name, row in table.items() if row.get("below_break_even")]
     return {
         **facts,
         "max_n": max_n,
         "domains": table,
-        "overall": summarise(scored, max_n, seed),
+        "overall": summarise(scored, max_n, seed, costs),
         "worst_domain": min(table, key=lambda name: table[name]["tau"]),
+        "below_break_even": None if costs is None else below,
+        "empty_domains": {name: row for name, row in first.items() if name not in domains},
         "schema_version": SCHEMA_VERSION,
         "seed": seed,
         "off_path": off_path,
         "min_margin": min(margins, default=None),
-        "counting": COUNTING,
+        "counting": dict(counting),
         "conversations": [_row(one) for one in scored],
     }
 
 
 def _row(one: Scored) -> dict[str, Any]:
-    by_n = {
-        str(n): {"rounds": c.rounds, "tokens": c.tokens, "survived": c.survived} for n, c in one.by_n.items()
-    }
+    by_n = {str(n): _counts(counts) for n, counts in one.by_n.items()}
     return {"name": one.name, "domain": one.domain, "prompt": one.prompt, "loops": one.loops, "by_n": by_n}
+
+
+def _counts(counts: Counts) -> dict[str, Any]:
+    proposed = {} if counts.proposed is None else {"proposed": counts.proposed}
+    return {"rounds": counts.rounds, "tokens": counts.tokens, "survived": counts.survived, **proposed}
 
 
 def from_row(row: Mapping[str, Any]) -> Scored:
@@ -144,10 +189,31 @@ def table(report: Mapping[str, Any]) -> str:
         low, high = row["tau_ci95"]
         curve = " ".join(f"{x:.3f}" for x in row["survival"])
         lines.append(
-            f"{name:14s} {row['prompts']:7d} {row['tau']:6.3f} {low:7.3f}-{high:<7.3f} {row['loops']:6.0%}"
-            f"  {curve}"
+            f"{name:14s} {row['prompts']:7d} {row['tau']:6.3f} {low:7.3f}-{high:<7.3f} "
+            f"{_share(row['loops']):>6s}  {curve}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *remarks(report)])
+
+
+def _share(of: float | None) -> str:
+    return "-" if of is None else f"{of:.0%}"
+
+
+def remarks(report: Mapping[str, Any]) -> list[str]:
+    """What a table does not say: the worst domain, where drafting does not pay, where nothing was counted."""
+    worst, domains = report["worst_domain"], report["domains"]
+    out = [f"worst domain: {worst}, tau {domains[worst]['tau']:.3f}"]
+    for name in report["below_break_even"] or []:
+        row = domains[name]
+        n, tau = row["best_n"], row["tau_by_n"][str(row["best_n"])]
+        out.append(
+            f"below break-even: {name}, tau {tau:.3f} at N = {n}, where {row['break_even']:.3f} would be as "
+            "fast as plain decoding of one request on this machine"
+        )
+    return out + [
+        f"no round: {name} (first row {row}); answers need two tokens or more that are the target's own"
+        for name, row in report["empty_domains"].items()
+    ]
 
 
 def write(report: Mapping[str, Any], directory: Path) -> None:
@@ -206,7 +272,7 @@ def _page(report: Mapping[str, Any], picture: bytes) -> str:
     for name, row in [*report["domains"].items(), ("overall", report["overall"])]:
         low, high = row["tau_ci95"]
         counts = [row[key] for key in ("prompts", "rounds", "tokens")]
-        lines.append([name, *counts, f"{row['tau']:.3f}", f"{low:.3f} to {high:.3f}", f"{row['loops']:.0%}"])
+        lines.append([name, *counts, f"{row['tau']:.3f}", f"{low:.3f} to {high:.3f}", _share(row["loops"])])
         for key in ("survival", "conditional"):
             by_position.append([name, key, *(f"{x:.3f}" for x in row[key])])
     facts = [(key, value) for key, value in report.items() if key not in ("domains", "overall", "counting")]
@@ -215,6 +281,7 @@ def _page(report: Mapping[str, Any], picture: bytes) -> str:
         "<h1>Acceptance by domain</h1>",
         f"<p>{READ_AS}</p>",
         html_table(head, lines),
+        *(f"<p>{html.escape(remark)}</p>" for remark in remarks(report)),
         image(picture, "tau over N, and survival over position"),
         f"<h2>By draft position, N = {report['max_n']}</h2>",
         "<p>Conditional at k is survival at k over survival at k - 1.</p>",

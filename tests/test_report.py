@@ -13,6 +13,7 @@ from eval.replay import Counts
 from eval.report import (
     Scored,
     bootstrap,
+    break_even,
     build,
     from_row,
     interval,
@@ -22,6 +23,7 @@ from eval.report import (
     table,
     write,
 )
+from serve.costs import Costs, Table
 
 FACTS = {
     "target": "tiny",
@@ -90,6 +92,38 @@ def test_rates_are_pooled_over_the_rounds_of_a_domain(report):
     overall = report["overall"]
     assert (overall["prompts"], overall["rounds"], overall["tokens"]) == (4, 7, 12)
     assert overall["tau"] == round(12 / 7, 4)
+
+
+def test_drafting_that_does_not_pay_is_flagged_by_the_n_that_loses_least():
+    """A pass over one token costs 1, each more 0.5, a draft 0.1: N drafts take 1 + 0.6 N of a plain round."""
+    line = Table((1,), (1, 9), ((1.0, 5.0),))
+    costs = Costs(line, Table((1,), (1, 9), ((0.1, 0.9),)), line)
+    found = build(
+        [scored("a", "math", [2, 2, 1]), scored("c", "code", [0, 1])], max_n=2, seed=0, costs=costs, **FACTS
+    )
+    math, code = found["domains"]["math"], found["domains"]["code"]
+    assert (math["best_n"], math["break_even"], math["below_break_even"]) == (1, 1.6, False)
+    assert (code["best_n"], code["break_even"], code["below_break_even"]) == (1, 1.6, True)
+    assert found["below_break_even"] == ["code"]
+    assert "below break-even: code, tau 1.500 at N = 1, where 1.600" in table(found)
+    rare = Counts(2, 4, 5, [1, 0], [1, 1])  # a lookup that proposed two drafts in one round of four
+    row = break_even({2: rare}, costs)
+    assert row["break_even"] == pytest.approx(0.2 + 1 + 0.5 * 0.5)
+
+
+def test_a_domain_without_a_round_is_named_with_its_first_row():
+    none = [Scored(name, "tools", {1: Counts(1), 2: Counts(2)}) for name in ("e", "f")]
+    found = build([scored("a", "math", [1]), *none], max_n=2, seed=0, **FACTS)
+    assert found["empty_domains"] == {"tools": "e"}
+    assert "no round: tools (first row e)" in table(found)
+
+
+def test_what_was_proposed_is_reported_and_kept():
+    one = Scored("a", "math", {2: Counts(2, 4, 6, [2, 0], [3, 1])})
+    found = build([one, one], max_n=2, seed=0, **FACTS)
+    assert found["overall"]["survival"] == [0.5, 0.0]
+    assert found["overall"]["survival_of_proposed"] == [0.6667, 0.0]
+    assert from_row(json.loads(json.dumps(found["conversations"][0]))) == one
 
 
 def test_the_domain_with_the_smallest_tau_is_the_worst(report):
@@ -232,7 +266,8 @@ def test_the_page_shows_every_domain_and_escapes_names(report, tmp_path):
 
 def test_the_table_has_a_line_a_domain_and_one_for_all(report):
     lines = table(report).splitlines()
-    assert [line.split()[0] for line in lines] == ["domain", "math", "code", "overall"]
+    assert [line.split()[0] for line in lines[:-1]] == ["domain", "math", "code", "overall"]
+    assert lines[-1] == "worst domain: code, tau 1.000"
     assert "2.250" in lines[1]
     assert "0.750 0.500" in lines[1]
 
