@@ -13,22 +13,33 @@ from drafters import checkpoint
 from drafters.method import Drafter
 from drafters.target import EMBEDDED, Target, load
 from drafters.types import Example
-from eval import calibrate, compare, plan, plan_page, report, sweeps
+from eval import calibrate, compare, counters, plan, plan_page, report, sweeps
 from eval.costs import CostModel, cost_model, from_file
 from eval.evaluate import evaluate, held_out, numbers_of_drafts
 from eval.replay import paths
 from eval.runs import check_comparable, common_ns, directory_of, load_runs
 from serve import vllm
+from serve.proposers import UNTRAINED, build
 
 if TYPE_CHECKING:
     from recipes.schema import Run
 
 
 def accept(run: Run) -> None:
-    """Score ``drafter=`` on ``data.path`` and write the report to ``out=``."""
-    directory, target, drafter, held, out = _opened(run)
-    found = evaluate(target, drafter, held, run.eval, run.seed)
-    found = {"target": found["target"], "drafter": str(directory), **found}
+    """Score ``drafter=`` or ``proposer=`` on ``data.path`` and write the report to ``out=``.
+
+    With ``eval.server=`` a running server decodes, and its counters are read.
+    """
+    if run.eval.server is None:
+        found, out = _scored(run)
+    else:
+        found = counters.measure(run.eval, run.data, run.drafter, run.seed)
+        out = Path(run.out or "report-server")
+    for domain, row in found["empty_domains"].items():
+        raise ValueError(
+            f"{row}: domain {domain} is empty, no answer has two tokens or more that are the target's own; "
+            "leave its rows out, or give others"
+        )
     report.write(found, out)
     print(report.table(found))
     print(f"report: {out / 'report.html'}")
@@ -42,19 +53,45 @@ def calibrated(run: Run) -> None:
     print(f"{directory}/config.json: confidence_temperatures")
 
 
+def _scored(run: Run) -> tuple[dict[str, Any], Path]:
+    """The report of what is replayed or decoded here, and the folder for it."""
+    if run.proposer is None:
+        directory, target, drafter, held, out = _opened(run)
+        found = evaluate(target, drafter, held, run.eval, run.seed)
+        return {"target": found["target"], "drafter": str(directory), **found}, out
+    target, trained = _loaded(run)
+    proposer = build(run.proposer, trained, run.serve)
+    numbers_of_drafts(run.eval, proposer)  # refused before the target answers anything
+    out = Path(run.out or f"report-{run.proposer}")
+    found = evaluate(target, proposer, _held_out(run, target, out), run.eval, run.seed, run.proposer)
+    used = run.proposer if run.drafter is None or run.proposer in UNTRAINED else run.drafter
+    return {"target": found["target"], "drafter": used, **found}, out
+
+
 def _opened(run: Run) -> tuple[Path, Target, Drafter, list[Example], Path]:
     """The drafter directory, target, drafter, held-out conversations and the folder for what is found."""
     if run.drafter is None:
         raise ValueError("drafter: name a drafter directory, for example drafter=runs/demo/drafter")
     directory = Path(run.drafter)
-    hardware = checkpoint.hardware_for(directory, run.hardware)
     out = Path(run.out) if run.out else report.beside(directory, run.data.path)
-    target = load(run.target, hardware)
-    drafter = checkpoint.read(directory, target)
+    target, drafter = _loaded(run)
+    assert drafter is not None
     numbers_of_drafts(run.eval, drafter)  # refused before the target answers anything
+    return directory, target, drafter, _held_out(run, target, out), out
+
+
+def _loaded(run: Run) -> tuple[Target, Drafter | None]:
+    """The target, and the drafter where one is named."""
+    if run.drafter is None:
+        return load(run.target, run.hardware), None
+    directory = Path(run.drafter)
+    target = load(run.target, checkpoint.hardware_for(directory, run.hardware))
+    return target, checkpoint.read(directory, target)
+
+
+def _held_out(run: Run, target: Target, cache: Path) -> list[Example]:
     render = renderer(run.data, target.tokenizer, target.stop_ids)
-    held = held_out(run.data, target, render, run.eval, out)
-    return directory, target, drafter, held, out
+    return held_out(run.data, target, render, run.eval, cache)
 
 
 def compare_runs(run: Run) -> None:

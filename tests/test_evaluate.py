@@ -15,6 +15,8 @@ from eval import evaluate as module
 from eval.evaluate import EvalConfig, evaluate
 from eval.replay import paths, score
 from eval.report import beside
+from eval.rollout import rollout
+from serve.costs import Costs, Table
 from tests import tiny
 from tests.commands import CPU, command, refusal
 
@@ -41,9 +43,16 @@ def directory(target, tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory):
+    """Where costs of a round are kept between the evaluations here."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def asked(workshop, directory, tmp_path, monkeypatch):
+def asked(workshop, directory, costs, tmp_path, monkeypatch):
     """Arguments of every evaluation here, which writes to ``report`` of an empty working directory."""
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(costs))
     monkeypatch.chdir(tmp_path)
     target, data = f"target={workshop / 'target'}", f"data.path={workshop / 'rows.jsonl'}"
     return [*CPU, target, data, f"drafter={directory}", "out=report", "eval.per_domain=2"]
@@ -105,6 +114,79 @@ def test_replay_and_rollout_report_the_same(asked):
     assert decoded["domains"] == replayed["domains"]
     assert decoded["overall"] == replayed["overall"]
     assert (decoded["mode"], decoded["off_path"], decoded["min_margin"]) == ("rollout", 0, None)
+
+
+def test_replay_and_rollout_report_the_same_of_a_sampled_answer_of_the_same_seed(target, directory):
+    """The answers that a rollout gave, replayed: the same rounds, at a temperature too."""
+    drafter = checkpoint.read(directory, target)
+    asked = [_example(target, row) for row in tiny.answered_rows(target, 4)]
+    hot = {"temperature": 0.7, "n": [1, 4], "max_new_tokens": 12}
+    decoded = evaluate(target, drafter, asked, EvalConfig(mode="rollout", batch=3, **hot), 5)
+    given = rollout(target, drafter, asked, 4, temperature=0.7, seed=5, max_new_tokens=12)
+    answers = {example.name: answer.tokens for example, answer, _ in given}
+    told = []
+    for each in asked:
+        ids = each.ids[: each.mask.index(True)] + answers[each.name]
+        mask = [at >= each.mask.index(True) for at in range(len(ids))]
+        told.append(Example(ids, mask, each.domain, each.name))
+    replayed = evaluate(target, drafter, told, EvalConfig(**hot), 5)
+    assert decoded["domains"] == replayed["domains"]
+    assert decoded["overall"]["tokens"] == sum(len(tokens) - 1 for tokens in answers.values())
+    assert (decoded["off_path"], decoded["mode"], decoded["temperature"]) == (0, "rollout", 0.7)
+
+
+def test_what_is_looked_up_is_scored_without_a_drafter(asked, tmp_path):
+    asked = [each for each in but(asked, "out=null") if not each.startswith("drafter=")]
+    settings = ["proposer=ngram", "serve.ngram.shortest=1", "eval.batch=1"]
+    assert command("eval", *asked, *settings) == 0
+    replayed = report("report-ngram/report.json")
+    assert command("eval", *asked, *settings, "eval.mode=rollout") == 0
+    decoded = report("report-ngram/report.json")
+    assert decoded["domains"] == replayed["domains"]
+    assert (decoded["method"], decoded["drafter"], decoded["max_n"]) == ("ngram", "ngram", 8)
+    row = decoded["overall"]
+    assert list(row["tau_by_n"]) == ["8"]
+    assert len(row["survival_of_proposed"]) == 8
+    assert row["tau"] >= 1
+
+
+@pytest.mark.parametrize(("proposer", "most"), [("suffix+dflash", 16), ("none", 0), ("dflash", 4)])
+def test_any_proposer_is_decoded(asked, directory, tmp_path, proposer, most):
+    settings = [f"proposer={proposer}", "eval.mode=rollout", "eval.per_domain=1"]
+    assert command("eval", *but(asked, *settings, f"eval.n={[most] if most else 'null'}")) == 0
+    found = report()
+    drafter = "none" if proposer == "none" else str(directory)
+    assert (found["method"], found["drafter"], found["max_n"]) == (proposer, drafter, most)
+    assert ("survival_of_proposed" in found["overall"]) == (proposer != "dflash")
+    assert (found["overall"]["tau"] == 1) == (proposer == "none")
+    assert (found["below_break_even"] is None) == (proposer == "none")
+
+
+def test_a_domain_in_which_rounds_cost_more_than_they_bring_is_named(asked, monkeypatch, capsys):
+    for draft, step, below in ((1e-9, 0.0, []), (9.0, 0.0, ["chat", "code"]), (1e-9, 9.0, ["chat", "code"])):
+        table = lambda each: Table((1,), (1, 5), ((1.0, 1.0 + each),))  # noqa: E731, B023
+        costs = Costs(table(step), Table((1,), (1,), ((draft,),)), table(0.0))
+        monkeypatch.setattr(module, "costs_for", lambda *_: costs)  # noqa: B023
+        assert command("eval", *asked) == 0
+        found = report()
+        assert found["below_break_even"] == below
+        assert [row["below_break_even"] for row in found["domains"].values()] == [bool(below)] * 2
+        assert ("below break-even: chat, tau" in capsys.readouterr().out) == bool(below)
+    row = found["domains"]["chat"]
+    assert row["break_even"] == pytest.approx(1 + 9 * row["best_n"] / 4)
+
+
+def test_costs_are_left_out_where_they_are_not_asked_for_or_cannot_be_timed(asked, monkeypatch, capsys):
+    def never(*_):
+        raise ValueError("no cache of this kind")
+
+    monkeypatch.setattr(module, "costs_for", never)
+    for settings in (["eval.break_even=false"], []):
+        assert command("eval", *asked, *settings) == 0
+        assert report()["below_break_even"] is None
+        assert "break_even" not in report()["overall"]
+    out, err = capsys.readouterr()
+    assert (out + err).count("no cache of this kind") == 1
 
 
 def test_the_numbers_of_drafts_may_be_chosen(asked):
@@ -184,6 +266,28 @@ def test_rows_without_answers_are_answered_by_the_target_once(asked, target, row
     monkeypatch.setattr(module, "regenerate", never)
     assert command("eval", *asked) == 0
     assert report() == first
+
+
+def test_every_assistant_turn_of_a_conversation_is_answered_and_scored(asked, target, tmp_path):
+    """Text that came without ids is history; a question behind the last answer is a turn too."""
+    talk = [
+        {"role": role, "content": f"{role} {at}"}
+        for at, role in enumerate(["system", "user", "assistant", "user", "assistant", "user"])
+    ]
+    tiny.write_rows(tmp_path / "rows.jsonl", [{"messages": talk}, {"messages": talk[:3]}])
+    asked = but(asked, "data.path=rows.jsonl", "eval.max_new_tokens=6", "eval.n=[2]")
+    found = {}
+    for mode in ("replay", "rollout"):
+        assert command("eval", *asked, f"eval.mode={mode}") == 0
+        found[mode] = report()["domains"]
+    assert found["rollout"] == found["replay"]
+    row = found["replay"]["chat"]
+    assert (row["prompts"], row["tokens"]) == (2, 4 * 5), "turns of one conversation are resampled together"
+    lines = map(json.loads, (tmp_path / "report" / "rows.jsonl").read_text().splitlines())
+    assert [line["name"] for line in lines] == ["rows.jsonl:1", "rows.jsonl:2"]
+    (kept,) = (tmp_path / "report").glob("answers-*.jsonl")
+    asked_for = sorted(len(json.loads(line)["messages"]) - 1 for line in kept.read_text().splitlines())
+    assert asked_for == [2, 2, 4, 6]
 
 
 def test_only_what_a_stopped_evaluation_left_out_is_asked_again(asked, target, rows, tmp_path, monkeypatch):
@@ -322,6 +426,11 @@ def test_rows_without_answers_are_sampled_at_the_temperature(asked, target, rows
         ("eval.temperature=inf", ["eval.temperature=inf", "0 (greedy) or more"]),
         ("eval.drafts=some", ["eval.drafts=some", "greedy or sampled"]),
         ("eval.drafts=sampled", ["eval.drafts=sampled", "above 0"]),
+        ("eval.clients=0", ["eval.clients=0", "at least 1"]),
+        ("proposer=suffix+dflash", ["eval.mode=replay", "eval.mode=rollout"]),
+        ("proposer=none", ["eval.mode=replay", "eval.mode=rollout"]),
+        ("proposer=sufix", ["proposer=sufix", "suffix"]),
+        ("proposer=eagle3", ["proposer=eagle3", "dflash"]),
         ("eval.n=[9]", ["eval.n=[9]", "1 to 4 drafts"]),
         ("eval.n=[0]", ["eval.n=[0]", "1 to 4 drafts"]),
         ("eval.n=[1,5]", ["eval.n=[1, 5]", "1 to 4 drafts"]),
@@ -337,9 +446,27 @@ def test_a_bad_setting_is_refused_and_leaves_nothing(asked, setting, words, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_decoding_at_a_temperature_is_refused(asked, capsys):
-    message = refusal(capsys, "eval", *asked, "eval.temperature=0.7", "eval.mode=rollout")
-    assert "eval.mode=replay" in message
+@pytest.mark.parametrize("answer", [[11], [11, 11, 11]], ids=["one token", "another model's"])
+def test_a_domain_without_a_round_is_refused_by_its_first_row(asked, target, tmp_path, capsys, answer):
+    rows = tiny.answered_rows(target, 4)
+    for row in rows[2:]:
+        row |= {"domain": "tools", "answers": [[1, answer]]}
+    tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    message = refusal(capsys, "eval", *but(asked, "data.path=rows.jsonl"))
+    assert "rows.jsonl:3: domain tools is empty" in message
+    assert not (tmp_path / "report" / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["eval.drafts=sampled", "eval.mode=rollout", "eval.temperature=0.7"], "write eval.mode=replay"),
+        (["eval.drafts=sampled", "proposer=suffix", "eval.temperature=0.7"], "no law to draw from"),
+        (["proposer=ngram", "eval.n=[9]"], "this proposer makes 1 to 8 drafts"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(asked, capsys, settings, words):
+    assert words in refusal(capsys, "eval", *but(asked, *settings))
 
 
 def test_a_number_of_drafts_is_refused_before_the_target_answers(asked, rows, tmp_path, capsys, monkeypatch):
