@@ -125,7 +125,7 @@ def planned(run: Run) -> None:
     candidates = []
     for name, directory in chosen.items():
         drafter = drafter if directory == first else checkpoint.read(directory, target)
-        accepted = evaluate(target, drafter, held, run.eval, run.seed)
+        accepted = evaluate(target, drafter, held, replace(run.eval, break_even=False), run.seed)
         accepted = {"target": accepted["target"], "drafter": str(directory), **accepted}
         report.write(accepted, out if len(chosen) == 1 else out / name)
         print(report.table(accepted))
