@@ -63,6 +63,7 @@ def rolled_out(
 
 
 def timed(work: Callable[[], Found]) -> tuple[Found, float]:
+    """What it found, and the CPU seconds that it took."""
     begun = process_time()
     return work(), process_time() - begun
 

@@ -131,6 +131,7 @@ def test_replay_and_rollout_report_the_same_of_a_sampled_answer_of_the_same_seed
         told.append(Example(ids, mask, each.domain, each.name))
     replayed = evaluate(target, drafter, told, EvalConfig(**hot), 5)
     assert decoded["domains"] == replayed["domains"]
+    assert decoded["conversations"] == replayed["conversations"], "in the order of the rows"
     assert decoded["overall"]["tokens"] == sum(len(tokens) - 1 for tokens in answers.values())
     assert (decoded["off_path"], decoded["mode"], decoded["temperature"]) == (0, "rollout", 0.7)
 
@@ -446,14 +447,19 @@ def test_a_bad_setting_is_refused_and_leaves_nothing(asked, setting, words, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("answer", [[11], [11, 11, 11]], ids=["one token", "another model's"])
-def test_a_domain_without_a_round_is_refused_by_its_first_row(asked, target, tmp_path, capsys, answer):
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [([11], "its answers have one token at most"), ([11, 11, 11], "that are the target's own")],
+    ids=["one token", "another model's"],
+)
+def test_a_domain_without_a_round_is_refused_by_its_first_row(asked, target, tmp_path, capsys, answer, why):
     rows = tiny.answered_rows(target, 4)
     for row in rows[2:]:
         row |= {"domain": "tools", "answers": [[1, answer]]}
     tiny.write_rows(tmp_path / "rows.jsonl", rows)
     message = refusal(capsys, "eval", *but(asked, "data.path=rows.jsonl"))
     assert "rows.jsonl:3: domain tools is empty" in message
+    assert why in message
     assert not (tmp_path / "report" / "report.json").exists()
 
 
