@@ -136,6 +136,14 @@ def test_replay_and_rollout_report_the_same_of_a_sampled_answer_of_the_same_seed
     assert (decoded["off_path"], decoded["mode"], decoded["temperature"]) == (0, "rollout", 0.7)
 
 
+def test_the_rows_of_a_rollout_stand_in_their_order_and_not_in_that_in_which_they_finished(target, directory):
+    rows = [_example(target, row) for row in tiny.answered_rows(target, 4)]
+    rows[1:] = [Example(row.ids[:-18], row.mask[:-18], row.domain, row.name) for row in rows[1:]]
+    drafter = checkpoint.read(directory, target)
+    found = evaluate(target, drafter, rows, EvalConfig(mode="rollout", n=[1], batch=4), 0)
+    assert [row["name"] for row in found["conversations"]] == [row.name for row in rows]
+
+
 def test_what_is_looked_up_is_scored_without_a_drafter(asked, tmp_path):
     asked = [each for each in but(asked, "out=null") if not each.startswith("drafter=")]
     settings = ["proposer=ngram", "serve.ngram.shortest=1", "eval.batch=1"]
