@@ -44,16 +44,15 @@ def of_row(row: Row, render: Renderer, max_length: int | None) -> list[Example]:
     """The examples of one row; ``Skip`` says why there are none."""
     if row.answers:
         return list(_answered(row, render, max_length))
-    return [
-        render.example(
-            row.messages,
-            row.tools,
-            domain=row.domain,
-            name=row.where,
-            truncated=row.finish == "length",
-            max_length=max_length,
-        )
-    ]
+    example = render.example(
+        row.messages,
+        row.tools,
+        domain=row.domain,
+        name=row.where,
+        truncated=row.finish == "length",
+        max_length=max_length,
+    )
+    return [replace(example, source=row.source, lang=row.lang)]
 
 
 def _answered(row: Row, render: Renderer, max_length: int | None) -> Iterator[Example]:
@@ -75,6 +74,8 @@ def _answered(row: Row, render: Renderer, max_length: int | None) -> Iterator[Ex
                 mask,
                 row.domain,
                 f"{row.where} (turn {index})" if len(row.answers) > 1 else row.where,
+                row.source,
+                row.lang,
             )
     if not usable:
         raise Skip("no assistant text within max_length")

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ class DataConfig:
     strict: bool = False  # stop at the first row that cannot be used
     max_skip: float = 0.05  # above this share of unusable rows the run stops
     limit: int | None = None  # use the first so many rows
+    weights: dict[str, float] = field(
+        default_factory=dict
+    )  # of supervised tokens, by domain or source; see mix.py
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -55,6 +59,9 @@ class DataConfig:
             raise ValueError(f"data.holdout={self.holdout}: give a share of at least 0 and below 1")
         if not 0 <= self.max_skip <= 1:
             raise ValueError(f"data.max_skip={self.max_skip}: give a share from 0 to 1")
+        for name, weight in self.weights.items():
+            if not 0 < weight < inf:
+                raise ValueError(f"data.weights.{name}={weight:g}: give a number above 0, or leave it out")
 
 
 @dataclass
@@ -85,6 +92,16 @@ class Row:
         """What the kept ids were sampled at, 0 for greedy ones; ``None`` where the row does not say."""
         found = re.match(r"[^/]+/(\d+(?:\.\d+)?(?:e-?\d+)?)(?:/|$)", self.made_by or "")
         return float(found[1]) if found else None
+
+    @property
+    def source(self) -> str:
+        """The set that the row names, or the file or dataset that it stands in."""
+        stands_in = re.sub(r":\d+$|\[\d+\]$", "", self.where)
+        return str(self.extra.get("source") or re.sub(r"^.*/|\.jsonl(\.xz)?$", "", stands_in))
+
+    @property
+    def lang(self) -> str | None:
+        return None if self.extra.get("lang") is None else str(self.extra["lang"])
 
     @property
     def asked(self) -> list[Message]:
@@ -230,7 +247,14 @@ def bundled(split: str) -> Iterator[tuple[str, Any]]:
     for file in files:
         for where, value in _lines(file):
             if value["split"] == split:
-                yield f"{BUNDLED}/{where.rpartition('/')[2]}", {"made_by": f"{EMBEDDED}/0", **value}
+                yield (
+                    f"{BUNDLED}/{where.rpartition('/')[2]}",
+                    {
+                        "made_by": f"{EMBEDDED}/0",
+                        "source": BUNDLED,
+                        **value,
+                    },
+                )
 
 
 # Rows -------------------------------------------------------------------------------------------

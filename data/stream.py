@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import count
 
 import torch
 
 from data.capture import Source
+from data.mix import Mix, chosen
 from data.pack import pack, plan
 from drafters.types import Batch, Example
+
+NO_WEIGHTS: Mapping[str, float] = {}
 
 
 class Stream:
     """Optimizer step i of a run, for any i: nothing to save, nothing to restore.
 
-    Each epoch is a shuffle of all examples, packed to ``budget`` tokens; a step takes the next
-    ``packs`` of them, wherever the epoch ends. Rank r of w computes packs r, r + w, ... of a step, so
-    that the number of ranks changes nothing about what a step learns from.
+    Each epoch is a shuffle of all examples, packed to ``budget`` tokens; with ``weights`` a round of
+    ``data/mix.py``, as many documents drawn by weight. A step takes the next ``packs`` of them, wherever
+    the epoch ends. Rank r of w computes packs r, r + w, ... of a step, so that the number of ranks changes
+    nothing about what a step learns from.
     """
 
     def __init__(
         self, examples: Sequence[Example], source: Source, *, budget: int, packs: int, seed: int,
-        rank: int = 0, world: int = 1,
+        weights: Mapping[str, float] = NO_WEIGHTS, rank: int = 0, world: int = 1,
     ) -> None:  # fmt: skip
         if not examples:
             raise ValueError(
@@ -30,7 +36,8 @@ class Stream:
             )
         if packs % world:
             raise ValueError(f"train.packs={packs}: must be a multiple of the {world} ranks")
-        self.examples, self.source = list(examples), source
+        self.examples, self.source = chosen(examples, weights), source
+        self.mix = Mix(self.examples, weights, seed) if weights else None
         self.budget, self.packs, self.seed = budget, packs, seed
         self.rank, self.world = rank, world
         self.lengths = [len(example.ids) for example in self.examples]
@@ -38,6 +45,10 @@ class Stream:
         self._epoch = lru_cache(maxsize=2)(self._plan)
 
     def _plan(self, epoch: int) -> list[list[int]]:
+        if self.mix is not None:
+            packs = plan(self.lengths, self.budget, self.mix.order(epoch))
+            random.Random(f"{self.seed}/{epoch}").shuffle(packs)  # planning closes full packs first
+            return packs
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         return plan(
             self.lengths,
@@ -51,6 +62,26 @@ class Stream:
         packs = self._start(whole) + int((epochs - whole) * len(self._epoch(whole)))
         return max(1, packs // self.packs)
 
+    def steps_of(self, tokens: int) -> int:
+        """The fewest optimizer steps whose documents have that many supervised tokens."""
+        for step in count(1):
+            tokens -= sum(sum(example.mask) for example in self._documents(step - 1))
+            if tokens <= 0:
+                return step
+        raise AssertionError("documents without end")
+
+    def seen(self, steps: int) -> dict[str, dict[str, dict[str, int]]]:
+        """What the first steps learn from: documents, tokens and supervised tokens by domain and source."""
+        out: dict[str, dict[str, dict[str, int]]] = {}
+        for step in range(steps):
+            for example in self._documents(step):
+                none = {"documents": 0, "tokens": 0, "supervised_tokens": 0}
+                sums = out.setdefault(example.domain, {}).setdefault(example.source, none)
+                sums["documents"] += 1
+                sums["tokens"] += len(example.ids)
+                sums["supervised_tokens"] += sum(example.mask)
+        return {domain: dict(sorted(sources.items())) for domain, sources in sorted(out.items())}
+
     def epoch_of(self, step: int) -> float:
         """How many times the data has been seen when ``step`` begins."""
         at = step * self.packs
@@ -62,9 +93,17 @@ class Stream:
         return [self._pack(index * self.packs + at) for at in range(self.rank, self.packs, self.world)]
 
     def _pack(self, index: int) -> Batch:
-        epoch = self._find(index)
-        examples = [self.examples[at] for at in self._epoch(epoch)[index - self._starts[epoch]]]
+        examples = self._examples(index)
         return pack(examples, self.source(examples))
+
+    def _examples(self, pack_index: int) -> list[Example]:
+        epoch = self._find(pack_index)
+        return [self.examples[at] for at in self._epoch(epoch)[pack_index - self._starts[epoch]]]
+
+    def _documents(self, step: int) -> list[Example]:
+        """Those of all ranks."""
+        first = step * self.packs
+        return [example for at in range(first, first + self.packs) for example in self._examples(at)]
 
     def _start(self, epoch: int) -> int:
         while len(self._starts) <= epoch:
@@ -77,3 +116,17 @@ class Stream:
         while self._start(epoch + 1) <= pack_index:
             epoch += 1
         return epoch
+
+
+def seen_table(seen: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+    """``Stream.seen`` for a terminal: a line a domain and source."""
+    total = sum(sums["supervised_tokens"] for sources in seen.values() for sums in sources.values())
+    lines = [
+        f"{'learned from':14s} {'source':20s} {'documents':>9s} {'tokens':>10s} {'supervised':>10s}  share"
+    ]
+    for domain, sources in seen.items():
+        for source, sums in sources.items():
+            counts = f"{sums['documents']:9d} {sums['tokens']:10d} {sums['supervised_tokens']:10d}"
+            share = sums["supervised_tokens"] / max(1, total)
+            lines.append(f"{domain:14s} {source:20s} {counts} {share:6.1%}")
+    return "\n".join(lines)

@@ -29,6 +29,8 @@ class Example:
     mask: list[bool]
     domain: str
     name: str  # where it came from, for error messages: file and line, or an id
+    source: str = ""  # the set or file that it belongs to
+    lang: str | None = None
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.mask), (self.name, len(self.ids), len(self.mask))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from math import inf, isclose
 from operator import add
@@ -47,6 +47,7 @@ class EvalConfig:
     model: str | None = None  # the name it serves, where it serves several or has one of its own
     api_key: str | None = None  # it asks for; None: FOREDRAFT_API_KEY of the environment, else none
     clients: int = 4  # that ask it at the same time
+    traffic: dict[str, float] = field(default_factory=dict)  # answer tokens by domain, for compare; {}: equal
 
     def __post_init__(self) -> None:
         if self.mode not in ("replay", "rollout"):
@@ -69,6 +70,9 @@ class EvalConfig:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"eval.{key}={value}: give at least 1")
+        for name, share in self.traffic.items():
+            if not 0 < share < inf:
+                raise ValueError(f"eval.traffic.{name}={share:g}: give a number above 0, or leave it out")
 
 
 def held_out(

@@ -18,6 +18,7 @@ from dataclasses import fields, is_dataclass
 from typing import cast
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -27,6 +28,8 @@ from safetensors import SafetensorError
 from recipes.schema import Run, register
 
 Task = Callable[[Run], object]
+
+MIX, NO_MIX = "data/mix", "natural"  # the group of mixes, and the one that takes rows as they are
 
 
 def start(main: Callable[[], None]) -> None:
@@ -101,12 +104,22 @@ def _refuse_additions(node: DictConfig, prefix: str = "") -> None:
 
 
 def recipe_name() -> str | None:
-    """The recipe that was asked for, with the job's number in a multirun: what a run is named after."""
+    """What a run is named after: the recipe and the mix that were asked for, with the job's number in a
+    multirun over more than mixes."""
     if not HydraConfig.initialized():
         return None
     hydra = HydraConfig.get()
     name = hydra.runtime.choices.get("recipe") or hydra.runtime.choices["method"]
-    return f"{name}-{hydra.job.num}" if hydra.mode == RunMode.MULTIRUN else name
+    if (mix := hydra.runtime.choices[MIX]) != NO_MIX:
+        name = f"{name}-{mix}"
+    return f"{name}-{hydra.job.num}" if hydra.mode == RunMode.MULTIRUN and _swept() != [MIX] else name
+
+
+def _swept() -> list[str]:
+    """The settings that the command line gives several values."""
+    given = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
+    overrides = OverridesParser.create().parse_overrides(given)
+    return [override.key_or_group for override in overrides if override.is_sweep_override()]
 
 
 def explain(error: BaseException) -> str:

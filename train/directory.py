@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
+from hydra.core.hydra_config import HydraConfig
 
 from drafters import checkpoint as directory_format
 from drafters.files import replace_file
@@ -190,10 +191,16 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def write_record(run: Run, directory: Path, loaded: Loaded | None = None) -> None:
-    """recipe.yaml: resolved settings, versions, commit; target and data hash as soon as they are known."""
+def write_record(
+    run: Run, directory: Path, loaded: Loaded | None = None, seen: dict[str, Any] | None = None
+) -> None:
+    """recipe.yaml: resolved settings, versions, commit; target and data hash as soon as they are known.
+
+    ``seen`` is what a finished run learned from, by domain and source (``Stream.seen``).
+    """
     record = {
         "settings": settings_of(run),
+        "overrides": list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else [],
         "versions": versions(),
         "commit": commit(),
         "ranks": world_size(),
@@ -204,6 +211,7 @@ def write_record(run: Run, directory: Path, loaded: Loaded | None = None) -> Non
             "key": loaded.data_key,
             "train_rows": len(loaded.train),
             "held_out_rows": len(loaded.held),
+            **({} if seen is None else {"seen": seen}),
         }
     replace_file(directory / "recipe.yaml", yaml.safe_dump(record, sort_keys=False).encode())
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from data.capture import source
-from data.stream import Stream
+from data.stream import Stream, seen_table
 from drafters import vocab as vocabulary
 from drafters.method import Drafter, build
 from drafters.target import bfloat16_pays, pick_dtype
@@ -52,6 +52,9 @@ def run_training(run: Run, recipe: str | None) -> Path:
         with times.of("training"), closing(job.log):
             train(job, progress, run.train, run.optim, run.log.every)
         if rank() == 0:  # the other ranks end here
+            seen = job.stream.seen(job.total)
+            write_record(run, directory, loaded, seen)
+            print(seen_table(seen))
             with times.of("export and report"):
                 export(run, job, loaded, progress)
                 if run.train.report:
@@ -83,7 +86,7 @@ def prepare(run: Run, directory: Path, loaded: Loaded) -> tuple[Job, checkpoint.
     kept = settings.kept_tokens(target.vocab_size)
     if kept is not None:
         counts_V = vocabulary.count_tokens(
-            (torch.tensor(e.ids)[torch.tensor(e.mask)] for e in loaded.train), target.vocab_size
+            (torch.tensor(e.ids)[torch.tensor(e.mask)] for e in loaded.all_rows), target.vocab_size
         )
         usable = None if target.tokenizer is None else len(target.tokenizer)
         vocab = vocabulary.choose(counts_V, kept, target.stop_ids, usable)
@@ -106,9 +109,11 @@ def prepare(run: Run, directory: Path, loaded: Loaded) -> tuple[Job, checkpoint.
     )  # fmt: skip
     stream = Stream(
         usable_rows, states, budget=run.train.pack_tokens, packs=run.train.packs, seed=run.seed,
-        rank=rank(), world=world_size(),
+        weights=run.data.weights, rank=rank(), world=world_size(),
     )  # fmt: skip
-    total = run.train.steps or stream.steps(run.train.epochs)
+    total = run.train.steps or (
+        stream.steps_of(run.train.tokens) if run.train.tokens else stream.steps(run.train.epochs)
+    )
     engine.wrap(drafter)
     progress = checkpoint.load(engine, directory / "checkpoints")
     progress = progress or checkpoint.Progress(belongs=loaded.belongs)

@@ -35,7 +35,8 @@ from train.optim import OptimConfig, rate
 class TrainConfig:
     """``train.*``"""
 
-    steps: int | None = None  # optimizer steps; None: what epochs come to
+    steps: int | None = None  # optimizer steps; None: what tokens or epochs come to
+    tokens: int | None = None  # supervised tokens to learn from, for runs of one budget; None: epochs
     epochs: float = 1.0
     packs: int = 1  # packs of one optimizer step, over all ranks
     pack_tokens: int = 2048  # tokens of a pack
@@ -53,6 +54,14 @@ class TrainConfig:
                 raise ValueError(f"train.{name}={getattr(self, name)}: give at least 1")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"train.steps={self.steps}: give at least 1, or null to train for train.epochs")
+        if self.tokens is not None and self.tokens < 1:
+            raise ValueError(
+                f"train.tokens={self.tokens}: give at least 1, or null to train for train.epochs"
+            )
+        if self.tokens is not None and self.steps is not None:
+            raise ValueError(
+                f"train.steps={self.steps} train.tokens={self.tokens}: one budget, write null for the other"
+            )
         if self.eval_every is not None and self.eval_every < 1:
             raise ValueError(f"train.eval_every={self.eval_every}: give at least 1, or null for five checks")
         if not self.epochs > 0:

@@ -15,6 +15,7 @@ import torch
 from data.capture import check_ids
 from data.examples import examples as to_examples
 from data.examples import renderer, turns
+from data.mix import chosen
 from data.sources import BUNDLED, Row, check_skips, content_id, read, split_point
 from drafters.target import Target, load
 from drafters.types import Example
@@ -27,9 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Loaded:
-    """Target and conversations of a run; those held out are rank 0's, which measures acceptance."""
+    """Target and conversations of a run; those held out are rank 0's, which measures acceptance.
+
+    The draft vocabulary is counted over ``all_rows``, so that mixes of them (``data.weights``) are compared
+    with one vocabulary.
+    """
 
     target: Target
+    all_rows: list[Example]
     train: list[Example]
     held: list[Example]
     data_key: str
@@ -64,8 +70,9 @@ def load_data(run: Run, directory: Path, device: torch.device) -> Loaded:
             f"data.holdout={run.data.holdout}: no conversation is left to measure acceptance on; give a "
             "larger share, or data.eval_path=FILE"
         )
-    rows = json.dumps([[e.ids, e.mask] for e in (*found, *held)])
-    return Loaded(target, found, held, hashlib.sha256(rows.encode()).hexdigest()[:16])
+    train = chosen(found, run.data.weights)
+    rows = json.dumps([[e.ids, e.mask] for e in (*train, *held)])
+    return Loaded(target, found, train, held, hashlib.sha256(rows.encode()).hexdigest()[:16])
 
 
 def _held_out(run: Run, target: Target, render, directory: Path) -> list[Example] | None:
