@@ -92,7 +92,7 @@ def turns(example: Example) -> list[Example]:
         start, end = end, end + len(list(group))
         if supervised and start > 0:
             name, mask = f"{example.name} (turn {len(out) + 1})", [False] * start + [True] * (end - start)
-            out.append(Example(example.ids[:end], mask, example.domain, name))
+            out.append(replace(example, ids=example.ids[:end], mask=mask, name=name))
     return [example] if len(out) == 1 and out[0].mask == example.mask else out
 
 

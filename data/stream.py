@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import count
@@ -41,6 +42,7 @@ class Stream:
         self.budget, self.packs, self.seed = budget, packs, seed
         self.rank, self.world = rank, world
         self.lengths = [len(example.ids) for example in self.examples]
+        self.supervised = [sum(example.mask) for example in self.examples]
         self._starts = [0]  # index of the first pack of each epoch
         self._epoch = lru_cache(maxsize=2)(self._plan)
 
@@ -64,26 +66,27 @@ class Stream:
 
     def steps_of(self, tokens: int) -> int:
         """The fewest optimizer steps whose documents have that many supervised tokens."""
-        for step in count(1):
-            tokens -= sum(sum(example.mask) for example in self._documents(step - 1))
+        for step in count():
             if tokens <= 0:
                 return step
+            tokens -= sum(self.supervised[at] for at in self._documents(step))
         raise AssertionError("documents without end")
 
     def seen(self, steps: int) -> dict[str, dict[str, dict[str, int]]]:
         """What the first steps learn from: documents, tokens and supervised tokens by domain and source."""
         out: dict[str, dict[str, dict[str, int]]] = {}
         for step in range(steps):
-            for example in self._documents(step):
+            for at in self._documents(step):
                 none = {"documents": 0, "tokens": 0, "supervised_tokens": 0}
+                example = self.examples[at]
                 sums = out.setdefault(example.domain, {}).setdefault(example.source, none)
                 sums["documents"] += 1
-                sums["tokens"] += len(example.ids)
-                sums["supervised_tokens"] += sum(example.mask)
+                sums["tokens"] += self.lengths[at]
+                sums["supervised_tokens"] += self.supervised[at]
         return {domain: dict(sorted(sources.items())) for domain, sources in sorted(out.items())}
 
     def epoch_of(self, step: int) -> float:
-        """How many times the data has been seen when ``step`` begins."""
+        """How many epochs, or rounds of a mix, are over when ``step`` begins."""
         at = step * self.packs
         epoch = self._find(at)
         return epoch + (at - self._starts[epoch]) / len(self._epoch(epoch))
@@ -93,17 +96,17 @@ class Stream:
         return [self._pack(index * self.packs + at) for at in range(self.rank, self.packs, self.world)]
 
     def _pack(self, index: int) -> Batch:
-        examples = self._examples(index)
+        examples = [self.examples[at] for at in self._group(index)]
         return pack(examples, self.source(examples))
 
-    def _examples(self, pack_index: int) -> list[Example]:
+    def _group(self, pack_index: int) -> list[int]:
         epoch = self._find(pack_index)
-        return [self.examples[at] for at in self._epoch(epoch)[pack_index - self._starts[epoch]]]
+        return self._epoch(epoch)[pack_index - self._starts[epoch]]
 
-    def _documents(self, step: int) -> list[Example]:
-        """Those of all ranks."""
+    def _documents(self, step: int) -> list[int]:
+        """Indices of the documents of all ranks."""
         first = step * self.packs
-        return [example for at in range(first, first + self.packs) for example in self._examples(at)]
+        return [at for pack_index in range(first, first + self.packs) for at in self._group(pack_index)]
 
     def _start(self, epoch: int) -> int:
         while len(self._starts) <= epoch:
@@ -112,10 +115,9 @@ class Stream:
 
     def _find(self, pack_index: int) -> int:
         """The epoch that a pack belongs to."""
-        epoch = 0
-        while self._start(epoch + 1) <= pack_index:
-            epoch += 1
-        return epoch
+        while self._starts[-1] <= pack_index:
+            self._start(len(self._starts))
+        return bisect_right(self._starts, pack_index) - 1
 
 
 def seen_table(seen: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:

@@ -24,7 +24,7 @@ from drafters import checkpoint
 from drafters.files import replace_file
 from drafters.method import Drafter
 from drafters.target import Target
-from eval import report
+from eval import mix, report
 from eval.report import Scored, as_png, html_table, image, interval, page, resampled
 from eval.runs import SAME, Compared, common_ns
 from serve.costs import pieces
@@ -74,10 +74,13 @@ def drafting_seconds(target: Target, drafter: Drafter, n: int, context: int = 12
 # Comparing --------------------------------------------------------------------------------------
 
 
-def build(runs: Sequence[Compared], costs: Sequence[Cost], seed: int) -> dict[str, Any]:
+def build(
+    runs: Sequence[Compared], costs: Sequence[Cost], seed: int, traffic: Mapping[str, float]
+) -> dict[str, Any]:
     """compare.json: the runs' figures on the conversations, and differences from the first run.
 
-    Errors: ``ValueError`` when no conversation made a round in all runs.
+    ``mix`` is ``None`` where all runs drew their rows alike. Errors: ``ValueError`` when no conversation
+    made a round in all runs.
     """
     first, ns = runs[0], common_ns(runs)
     keys = [key for key in sorted(first.rows) if all(run.rows[key].by_n[ns[-1]].rounds for run in runs)]
@@ -114,6 +117,7 @@ def build(runs: Sequence[Compared], costs: Sequence[Cost], seed: int) -> dict[st
             for run, some in zip(runs[1:], scored[1:], strict=True)
             for note in _notes(first, run, scored[0]["overall"], some["overall"])
         ],
+        "mix": mix.build(runs, scored, traffic, seed) if mix.differ(runs) else None,
     }
 
 
@@ -151,10 +155,13 @@ def _notes(
 ) -> Iterator[str]:
     """What is not alike, though it can be compared."""
     pair = f"{first.name} and {other.name}"
-    less, more = sorted(run.trained["tokens"] for run in (first, other))
+    unit = (
+        "supervised_tokens" if all("supervised_tokens" in run.trained for run in (first, other)) else "tokens"
+    )
+    less, more = sorted(run.trained[unit] for run in (first, other))
     if more > 1.01 * less:
-        tokens = f"{first.trained['tokens']:,} and {other.trained['tokens']:,}"
-        yield f"{pair} were trained on {tokens} tokens: tau differs by that too"
+        tokens = f"{first.trained[unit]:,} and {other.trained[unit]:,}"
+        yield f"{pair} were trained on {tokens} {unit.replace('_', ' ')}: tau differs by that too"
     if first.report["dtype"] != other.report["dtype"]:
         yield f"{pair} were scored in {first.report['dtype']} and {other.report['dtype']}"
     n = max(before[0].by_n)
@@ -211,12 +218,22 @@ def table(result: Mapping[str, Any]) -> str:
         [_head(result), *taus(result, result["ns"][-1:])],
         [["", *names], *facts(result)],
     ]
-    lines = []
-    for block in blocks:
-        widths = [max(len(str(cell)) for cell in column) for column in zip(*block, strict=True)]
-        for row in block:
-            lines.append("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)))
-    return "\n".join([*(line.rstrip() for line in lines), *(f"note: {note}" for note in result["notes"])])
+    lines = [line for block in blocks for line in columns(block)]
+    lines += [f"note: {note}" for note in result["notes"]]
+    if found := result["mix"]:
+        for title, block in mix.tables(found):
+            lines += ["", title, *columns(block)]
+        lines += ["", *mix.remarks(found)]
+    return "\n".join(lines)
+
+
+def columns(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Lines in which the cells stand below one another."""
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def write(result: Mapping[str, Any], directory: Path) -> None:
@@ -232,12 +249,15 @@ def write(result: Mapping[str, Any], directory: Path) -> None:
         "<h1>Runs side by side</h1>",
         f"<p>{report.READ_AS}\nIntervals of differences hold 95 % of resamples of paired conversations.</p>",
         *(f"<p>Note: {html.escape(note)}.</p>" for note in result["notes"]),
+        *(mix.html(result["mix"]) if result["mix"] else []),
         html_table(["", *result["runs"]], facts(result)),
         image(draw(result), "tau over N and survival over position, a column a domain"),
         html_table(_head(result), taus(result, result["ns"])),
         f"<h2>Survival at N = {most}</h2>",
         html_table(["domain", "run", *range(1, most + 1)], survival),
-        html_table([], [(k, v) for k, v in result.items() if k not in ("runs", "differences", "notes")]),
+        html_table(
+            [], [(k, v) for k, v in result.items() if k not in ("runs", "differences", "notes", "mix")]
+        ),
     ]
     replace_file(directory / "compare.json", json.dumps(result, indent=2).encode())
     replace_file(directory / "compare.html", page("Runs side by side", *parts).encode())

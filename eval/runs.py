@@ -27,7 +27,7 @@ class Compared:
     name: str
     directory: Path
     record: dict[str, Any]
-    trained: dict[str, int | float]  # steps, tokens, seconds
+    trained: dict[str, int | float]  # steps, tokens, seconds; supervised_tokens where the record says
     report: dict[str, Any]
     rows: dict[Key, Scored]
 
@@ -74,7 +74,18 @@ def _load(name: str, directory: Path, data: str) -> Compared:
     for row in rows:
         by_key[row.prompt, seen[row.prompt]] = row
         seen[row.prompt] += 1
-    return Compared(name, directory, record, trained(name, directory), found, by_key)
+    counts = trained(name, directory)
+    if by_domain := learned_from(record):
+        counts["supervised_tokens"] = sum(by_domain.values())
+    return Compared(name, directory, record, counts, found, by_key)
+
+
+def learned_from(record: Mapping[str, Any]) -> dict[str, int]:
+    """Supervised tokens by domain of a run that has ended; empty where its record does not say."""
+    return {
+        domain: sum(sums["supervised_tokens"] for sums in sources.values())
+        for domain, sources in record.get("data", {}).get("seen", {}).items()
+    }
 
 
 def _record(name: str, path: Path) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def compare_runs(run: Run) -> None:
     name = first.record["settings"]["target"] if run.target == EMBEDDED else run.target
     target = load(name, checkpoint.hardware_for(first.drafter, run.hardware))
     costs = [compare.measure(target, one, common_ns(found)) for one in found]
-    result = compare.build(found, costs, run.seed)
+    result = compare.build(found, costs, run.seed, run.eval.traffic)
     out = Path(run.out or "compare")
     compare.write(result, out)
     print(compare.table(result))
