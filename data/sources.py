@@ -6,6 +6,7 @@ them stop the run. Nothing is dropped without a count.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import lzma
@@ -18,12 +19,14 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from data import sets
 from data.chat import Message, Skip
 from drafters.target import EMBEDDED
 
 BUNDLED = "bundled"
 BUNDLED_DIRECTORY = Path(__file__).parent / "bundled"
 DOMAINS = ("math", "code", "chat", "multilingual", "tools")
+UNKNOWN = ""  # the domain of a row that could not be read
 ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
     "gpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool", "function": "tool",
@@ -35,7 +38,9 @@ ROLES = {
 class DataConfig:
     """``data.*``: which conversations, and what makes one unusable."""
 
-    path: str = BUNDLED  # JSON Lines (also .xz), a directory of them, a datasets name, or bundled
+    path: str = (
+        BUNDLED  # JSON Lines (also .xz), a directory, a name of sets.py or datasets, bundled; a+b: both
+    )
     split: str | None = None  # rows that name a split are filtered by it; None: train, and eval in evaluation
     eval_path: str | None = None  # held-out conversations; None: the bundled ones, or a part of path
     holdout: float = 0.05  # that part
@@ -142,12 +147,12 @@ def _numbered(objects: Iterable[tuple[str, Any]]) -> Iterator[Row]:
 def row_of(index: int, where: str, value: Any) -> Row:
     """A row from a parsed object; what is wrong with it stands in ``skip``."""
     if isinstance(value, Skip):
-        return Row(index, where, skip=str(value))
+        return Row(index, where, domain=UNKNOWN, skip=str(value))
     try:
         return _row(index, where, value)
     except Skip as reason:
-        name = value.get("id")
-        return Row(index, where, id=None if name is None else str(name), skip=str(reason))
+        name, domain = value.get("id"), str(value.get("domain") or UNKNOWN)
+        return Row(index, where, None if name is None else str(name), domain, skip=str(reason))
 
 
 # Files ------------------------------------------------------------------------------------------
@@ -155,6 +160,12 @@ def row_of(index: int, where: str, value: Any) -> Row:
 
 def _objects(path: str, split: str) -> Iterator[tuple[str, Any]]:
     """(where, object or Skip) of every row; rows that name another split are left out unnumbered."""
+    there = Path(path).expanduser().exists()
+    parts = [] if there else path.split("+") if "+" in path else sets.members(path)
+    if len(parts) > 1:
+        return (pair for part in parts for pair in _some(part, split))
+    if parts:
+        return sets.rows(path, split)
     if path == BUNDLED:
         return bundled(split)
     files = _files(path)
@@ -162,6 +173,15 @@ def _objects(path: str, split: str) -> Iterator[tuple[str, Any]]:
         return _dataset(path, split)
     pairs = (pair for file in files for pair in _lines(file))
     return (pair for pair in pairs if not _other_split(pair[1], split))
+
+
+def _some(part: str, split: str) -> Iterator[tuple[str, Any]]:
+    """The rows of one source of several. Errors: ``ValueError`` when there is none."""
+    number = 0
+    for number, pair in enumerate(_objects(part, split), start=1):  # noqa: B007
+        yield pair
+    if not number:
+        raise ValueError(f"data.path={part}: it holds no row of split {split}; leave it out, or name another")
 
 
 def _other_split(value: Any, split: str) -> bool:
@@ -224,10 +244,11 @@ def _dataset(name: str, split: str) -> Iterator[tuple[str, Any]]:
     try:
         rows = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, ConnectionError) as error:
+        near = difflib.get_close_matches(name.lower().replace("-", "_"), [*sets.SETS, *sets.FAMILIES], 2)
         raise ValueError(
             f"data.path={name}: neither a file here nor a dataset that can be loaded "
-            f"({str(error).splitlines()[0]}). Give a .jsonl file, a directory of them, a dataset name "
-            f"or {BUNDLED}"
+            f"({str(error).splitlines()[0]}). Give a .jsonl file, a directory of them, a dataset name, "
+            f"a set of data/sets.py or {BUNDLED}." + (f" Did you mean {' or '.join(near)}?" if near else "")
         ) from error
     for index, value in enumerate(rows):
         yield f"{name}[{index}]", _present(value)
@@ -412,11 +433,14 @@ def report(rows: Iterable[Row]) -> tuple[Counter, list[str]]:
 
 
 def check_skips(rows: list[Row], max_skip: float) -> None:
-    """``ValueError`` with the table of reasons when nothing is left, or more than ``max_skip`` is lost."""
+    """``ValueError`` with the reasons when nothing is left, or of a domain, or over ``max_skip`` is lost."""
     if not rows:
         raise ValueError("data.path: it holds no row of this data.split; name a file that does")
     bad = [row for row in rows if row.skip]
     if len(bad) < len(rows) and len(bad) <= max_skip * len(rows):
+        for domain in {row.domain for row in bad} - {row.domain for row in rows if not row.skip} - {UNKNOWN}:
+            lost = next(row for row in bad if row.domain == domain)
+            raise ValueError(f"no row of domain {domain} can be used; the first, {lost.where}: {lost.skip}")
         return
     reasons = Counter(row.skip for row in bad)
     first = {row.skip: row.where for row in reversed(bad)}
