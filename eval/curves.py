@@ -33,7 +33,7 @@ class Curves:
     """a, b and c of every resample and domain.
 
     ``trained_D`` says whether any run learned from the domain, ``known_D`` whether the runs tell a, b and c
-    apart. ``budget`` is the mean T.
+    apart. ``budget`` is the mean T, ``miss_D`` by how much (root mean square) the runs' taus are missed.
     """
 
     a_SD: np.ndarray
@@ -41,6 +41,7 @@ class Curves:
     c_SD: np.ndarray
     trained_D: np.ndarray
     known_D: np.ndarray
+    miss_D: np.ndarray
     budget: float
 
     def taus(self, shares: np.ndarray) -> np.ndarray:
@@ -61,12 +62,15 @@ def fit(tokens_RD: np.ndarray, total_R: np.ndarray, taus_SRD: np.ndarray) -> Cur
     others_RD = total_R[:, None] - tokens_RD
     coefs: list[np.ndarray] = []
     known: list[bool] = []
+    miss: list[float] = []
     for own_R, others_R, taus_SR in zip(tokens_RD.T, others_RD.T, np.moveaxis(taus_SRD, 2, 0), strict=True):
-        coefs.append(_least_squares(_design(own_R, others_R, budget), taus_SR))
+        design_R3 = _design(own_R, others_R, budget)
+        coefs.append(_least_squares(design_R3, taus_SR))
+        miss.append(float(((taus_SR[0] - design_R3 @ coefs[-1][:, 0]) ** 2).mean() ** 0.5))
         rough_R3 = _design(np.round(own_R / grain) * grain, np.round(others_R / grain) * grain, budget)
         known.append(int(np.linalg.matrix_rank(rough_R3)) == 3)
     a_SD, b_SD, c_SD = np.stack(coefs, axis=-1)
-    return Curves(a_SD, b_SD, c_SD, np.any(tokens_RD > 0, axis=0), np.array(known), budget)
+    return Curves(a_SD, b_SD, c_SD, np.any(tokens_RD > 0, axis=0), np.array(known), np.array(miss), budget)
 
 
 def _g(tokens: np.ndarray, budget: float) -> np.ndarray:

@@ -71,7 +71,7 @@ def build(
         "gains": _gains(runs, curves),
         "suggested": None,
         "confirmed": None,
-        "notes": list(_notes(runs, curves)),
+        "notes": list(_notes(runs, curves, confirming)),
     }
     if hundredths_SD is not None:
         taus_SD = curves.taus(hundredths_SD[0] / 100)
@@ -178,13 +178,19 @@ def _command(weights: Mapping[str, float], like: Compared) -> str:
     return shlex.join(["python", "-m", "train", *given, f"data.weights={{{named}}}", "run=confirm"])
 
 
-def _notes(runs: Runs, curves: Curves) -> Iterator[str]:
+def _notes(runs: Runs, curves: Curves, confirming: int | None) -> Iterator[str]:
     """What the figures do not say by themselves."""
     for at, name in enumerate(runs.names):
         for before in range(at):
             if runs.weights[at] == runs.weights[before] and _alike(runs.total_R[[before, at]]):
                 by = _shown(_estimate(runs.traffic_SR[:, at] - runs.traffic_SR[:, before]), "+.3f")
                 yield f"{runs.names[before]} and {name} are one mix: the traffic's tau differs by {by}"
+    fitted = len(runs.names) - (confirming is not None)
+    if curves.known_D.any() and fitted > 3:
+        miss = float((curves.miss_D[curves.known_D] ** 2).mean() ** 0.5)
+        yield f"the curves miss the taus of the {fitted} runs they are fitted to by {miss:.3f} (root mean square)"
+    elif curves.known_D.any():
+        yield f"{fitted} runs are as many as a curve has numbers: nothing is left to check the fit with"
     if _alike(runs.total_R):
         yield (
             "all runs had one budget: `exchanged` was varied, while `own` and `others` are told apart by the "

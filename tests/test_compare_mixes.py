@@ -104,6 +104,7 @@ def test_the_matrix_has_the_taus_of_the_reports_and_those_of_the_traffic(here, c
     out = capsys.readouterr().out
     assert "tau by mix and domain, N=3" in out
     assert "all runs had one budget" in out
+    assert "3 runs are as many as a curve has numbers" in out
 
 
 def test_a_suggestion_leans_to_the_traffic_and_comes_with_its_command(here, capsys):
@@ -160,8 +161,9 @@ def test_two_runs_of_one_mix_show_the_chance_of_training(here, capsys):
     shutil.copytree(f"runs/{EVEN}", "runs/again")
     known_scores()
     scores("again", code=1.6, chat=1.30)
-    note = compared(f"runs=[{EVEN},{CODE},{CHAT},again]")["mix"]["notes"][0]
-    assert note.startswith(f"{EVEN} and again are one mix: the traffic's tau differs by -0.03")
+    notes = compared(f"runs=[{EVEN},{CODE},{CHAT},again]")["mix"]["notes"]
+    assert notes[0].startswith(f"{EVEN} and again are one mix: the traffic's tau differs by -0.03")
+    assert notes[1].startswith("the curves miss the taus of the 4 runs they are fitted to by 0.0")
 
 
 def test_a_run_of_rows_as_they_are_is_a_mix_too(here):

@@ -16,7 +16,7 @@ A, B, C = np.array([1.1, 1.3, 1.0]), np.array([0.1, 0.02, 0.05]), np.array([0.03
 
 def curves(a=A, b=B, c=C, trained=(1, 1, 1), known=(1, 1, 1)) -> Curves:
     rows = (np.array([each], dtype=float) for each in (a, b, c))
-    return Curves(*rows, np.array(trained, bool), np.array(known, bool), BUDGET)
+    return Curves(*rows, np.array(trained, bool), np.array(known, bool), np.zeros(3), BUDGET)
 
 
 def runs(shares_RD=SHARES_RD, total=BUDGET, noise: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -35,9 +35,16 @@ def test_curves_that_runs_follow_come_back():
     for name, want in (("a_SD", A), ("b_SD", B), ("c_SD", C)):
         assert getattr(found, name)[0] == pytest.approx(want, abs=1e-9)
     assert found.known_D.all()
+    assert found.miss_D == pytest.approx(0, abs=1e-9)
     tokens_RD, _, taus_SRD = runs()
     for shares_D, taus_D in zip(SHARES_RD, taus_SRD[0], strict=True):
         assert found.taus(shares_D)[0] == pytest.approx(taus_D)
+
+
+def test_what_a_curve_misses_is_told():
+    tokens_RD, total_R, taus_SRD = runs()
+    taus_SRD[0, 2:, 0] += 0.1, -0.1  # two runs without the first domain
+    assert fit(tokens_RD, total_R, taus_SRD).miss_D == pytest.approx([0.1 * 0.5**0.5, 0, 0], abs=1e-9)
 
 
 def test_every_resample_has_a_fit_of_its_own():

@@ -12,6 +12,7 @@ import pytest
 from data import sets
 from data.examples import questions
 from data.sources import DOMAINS, DataConfig, Row, check_skips, read
+from tests.commands import CPU, command
 
 TOOL = {
     "name": "geometry.area",
@@ -211,6 +212,16 @@ def test_a_category_has_its_own_rows_and_texts_that_are_not_shipped_are_counted(
     assert [text(row) for row in rows("speed_bench_writing")] == ["A letter."]
     with pytest.raises(ValueError, match="1 of 2 rows cannot be used"):
         check_skips([first, second], 0.05)
+
+
+def test_a_target_answers_a_set_turn_by_turn_and_the_answers_stay_those_of_the_set(workshop, tmp_path):
+    out = tmp_path / "answers.jsonl"
+    asked = [f"target={workshop / 'target'}", "data.path=mt_bench+mgsm_de", "data.split=eval", f"out={out}"]
+    assert command("data", "task=regenerate", *CPU, *asked, "regenerate.max_new_tokens=4") == 0
+    chat, *german = sorted(rows(str(out)), key=lambda row: row.source, reverse=True)
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
+    assert len(chat.answers) == 2
+    assert [(row.source, row.lang, row.domain) for row in german] == [("mgsm_de", "de", "multilingual")] * 2
 
 
 # Several at once ---------------------------------------------------------------------------------------
