@@ -138,7 +138,7 @@ def here(chosen: dict[str, Any]) -> dict[str, Any]:
     costs = measure(target, drafter, max(concurrency), ns, contexts)
     seconds = perf_counter() - begun
     result = plan.build(
-        [plan.Candidate(drafter.config.name, chosen["drafter"], scored, costs)], load_,
+        [plan.Candidate(drafter.config.name, chosen["drafter"], scored, costs)], load_, {},
         plan.PlanConfig(concurrency=concurrency), 0,
     )  # fmt: skip
     rows = _swept(target, drafter, examples, concurrency, chosen["turns"])

@@ -47,7 +47,8 @@ class EvalConfig:
     model: str | None = None  # the name it serves, where it serves several or has one of its own
     api_key: str | None = None  # it asks for; None: FOREDRAFT_API_KEY of the environment, else none
     clients: int = 4  # that ask it at the same time
-    traffic: dict[str, float] = field(default_factory=dict)  # answer tokens by domain, for compare; {}: equal
+    # Shares of answer tokens by domain; {}: equal ones in task=compare, the evaluated ones in task=plan.
+    traffic: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.mode not in ("replay", "rollout"):

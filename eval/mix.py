@@ -188,7 +188,7 @@ def _notes(runs: Runs, curves: Curves, confirming: int | None) -> Iterator[str]:
     fitted = len(runs.names) - (confirming is not None)
     if curves.known_D.any() and fitted > 3:
         miss = float((curves.miss_D[curves.known_D] ** 2).mean() ** 0.5)
-        yield f"the curves miss the taus of the {fitted} runs they are fitted to by {miss:.3f} (root mean square)"
+        yield f"the curves miss the taus of the {fitted} runs that they fit by {miss:.3f} (root mean square)"
     elif curves.known_D.any():
         yield f"{fitted} runs are as many as a curve has numbers: nothing is left to check the fit with"
     if _alike(runs.total_R):

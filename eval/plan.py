@@ -39,8 +39,6 @@ class PlanConfig:
     contexts: list[int] | None = None  # tokens in a slot; None: those where answers begin and where they end
     prompt_tokens: int | None = None  # of a request; None: the mean of the evaluated ones
     answer_tokens: int | None = None
-    # Share of tokens by domain; empty: as in the evaluated conversations.
-    traffic: dict[str, float] = field(default_factory=dict)
     costs: str | None = None  # costs.json of another plan; None: measured on this machine
     # Tokens a second of somebody's engine by N, 0 for no drafts; empty: costs are measured or read.
     points: dict[int, float] = field(default_factory=dict)
@@ -54,9 +52,6 @@ class PlanConfig:
             value = getattr(self, key)
             if value is not None and value < 2:
                 raise ValueError(f"plan.{key}={value}: give at least 2")
-        shares = self.traffic.values()
-        if shares and not (min(shares) >= 0 < sum(shares) < math.inf):
-            raise ValueError(f"plan.traffic={self.traffic}: give shares of 0 or more that sum to more than 0")
         if self.points:
             _check_points(self.points)
 
@@ -116,17 +111,20 @@ def contexts(config: PlanConfig, load: Workload) -> list[int]:
     return sorted({*found})
 
 
-def shares(config: PlanConfig, scored: Sequence[Scored]) -> dict[str, float]:
-    """Each domain's share of the tokens that are served. Errors: ``ValueError`` for an unknown domain."""
+def shares(traffic: Mapping[str, float], scored: Sequence[Scored]) -> dict[str, float]:
+    """Each domain's share of the tokens that are served; of those that were evaluated, where nothing is said.
+
+    Errors: ``ValueError`` for a domain in which nothing was drafted.
+    """
     most = max(scored[0].by_n)
     tokens = {
         domain: sum(one.by_n[most].tokens for one in scored if one.domain == domain)
         for domain in dict.fromkeys(one.domain for one in scored)
     }
-    given = config.traffic or {domain: float(number) for domain, number in tokens.items()}
+    given = traffic or {domain: float(number) for domain, number in tokens.items()}
     if unknown := [domain for domain, share in given.items() if share and not tokens.get(domain)]:
         raise ValueError(
-            f"plan.traffic: nothing was drafted in {', '.join(unknown)}; the evaluated domains are "
+            f"eval.traffic: nothing was drafted in {', '.join(unknown)}; the evaluated domains are "
             f"{', '.join(tokens)}"
         )
     return {domain: share / sum(given.values()) for domain, share in given.items() if share}
@@ -190,10 +188,15 @@ def predict(
 
 
 def build(
-    candidates: Sequence[Candidate], load: Workload, config: PlanConfig, seed: int, **facts: Any
+    candidates: Sequence[Candidate],
+    load: Workload,
+    traffic: Mapping[str, float],
+    config: PlanConfig,
+    seed: int,
+    **facts: Any,
 ) -> dict[str, Any]:
     """plan.json: predictions, the pick at every load and in every domain, and where drafting stops to pay."""
-    mix = shares(config, candidates[0].scored)
+    mix = shares(traffic, candidates[0].scored)
     mixes = {TRAFFIC: mix, **{domain: {domain: 1.0} for domain in mix}}
     others = {context for context in config.contexts or () if context > load.answer / 2} - {
         round(load.context)
@@ -269,16 +272,18 @@ def _break_even(schedule: Sequence[Sequence[int]]) -> int | None:
 # From somebody's engine ----------------------------------------------------------------------------
 
 
-def from_points(scored: Sequence[Scored], config: PlanConfig, method: str) -> dict[str, Any]:
+def from_points(
+    scored: Sequence[Scored], traffic: Mapping[str, float], points: Mapping[int, float], method: str
+) -> dict[str, Any]:
     """A plan from tokens a second of an engine at a few N: the cost of its rounds is a line through them.
 
     Errors: ``ValueError`` for a point at an N that the drafter was not scored at.
     """
-    ns, mix = sorted(scored[0].by_n), shares(config, scored)
-    if unknown := sorted({*config.points} - {*ns, 0}):
+    ns, mix = sorted(scored[0].by_n), shares(traffic, scored)
+    if unknown := sorted({*points} - {*ns, 0}):
         raise ValueError(f"plan.points: N={unknown[0]} was not scored; the scored N are {ns}")
-    points = tuple(Point(n, config.points.get(n), _survival(scored, mix, n)) for n in ns)
-    return sweeps.plan([Panel("", method, TRAFFIC, config.points[0], points)])
+    found = tuple(Point(n, points.get(n), _survival(scored, mix, n)) for n in ns)
+    return sweeps.plan([Panel("", method, TRAFFIC, points[0], found)])
 
 
 def _survival(scored: Sequence[Scored], mix: Mapping[str, float], n: int) -> tuple[float, ...]:

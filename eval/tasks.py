@@ -131,13 +131,13 @@ def planned(run: Run) -> None:
         print(report.table(accepted))
         scored = [report.from_row(row) for row in accepted["conversations"]]
         if run.plan.points:
-            _show_sweeps(plan.from_points(scored, run.plan, name), out)
+            _show_sweeps(plan.from_points(scored, run.eval.traffic, run.plan.points, name), out)
             return
         costs = _costs(run, name, target, drafter, plan.contexts(run.plan, load))
         candidates.append(plan.Candidate(name, str(directory), scored, costs))
     facts = {key: accepted[key] for key in ("target", "temperature", "dtype", "device")}
     facts["costs"] = run.plan.costs or "measured on this machine with the engine of python -m serve"
-    found = plan.build(candidates, load, run.plan, run.seed, **facts)
+    found = plan.build(candidates, load, run.eval.traffic, run.plan, run.seed, **facts)
     found["vllm"] = _vllm_arguments(run, found)
     plan_page.write(found, candidates, out)
     print(plan_page.table(found))

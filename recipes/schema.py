@@ -80,7 +80,7 @@ def register() -> None:
 
 
 def _with_open_dictionaries(schema: type) -> DictConfig:
-    """The tree with dictionaries that take any key (``plan.traffic={math: 1}``) though the rest is closed."""
+    """The tree with dictionaries that take any key (``eval.traffic={math: 1}``) though the rest is closed."""
     tree = OmegaConf.structured(schema)
 
     def visit(node: DictConfig) -> None:

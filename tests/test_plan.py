@@ -63,8 +63,8 @@ def candidate(**more) -> Candidate:
     return Candidate("dflash", "DIR", SOME, model(**more))
 
 
-def built(config: PlanConfig | None = None, **more) -> dict:
-    return plan.build([candidate(**more)], LOAD, config or PlanConfig(), 0)
+def built(config: PlanConfig | None = None, traffic: dict | None = None) -> dict:
+    return plan.build([candidate()], LOAD, traffic or {}, config or PlanConfig(), 0)
 
 
 def found(result: dict, **where) -> dict:
@@ -140,7 +140,7 @@ def test_tau_of_a_mix_is_pooled_over_its_tokens():
     assert math_tau > 2.5 > 1.5 > chat_tau
     assert resamples.min() < tau < resamples.max()
     pooled = sum(one.by_n[4].tokens for one in SOME) / sum(one.by_n[4].rounds for one in SOME)
-    assert plan.mixed_taus(one, plan.shares(PlanConfig(), SOME), 0)[4][0] == pytest.approx(pooled)
+    assert plan.mixed_taus(one, plan.shares({}, SOME), 0)[4][0] == pytest.approx(pooled)
 
 
 def test_predictions_are_made_for_every_mix_context_concurrency_and_number_of_drafts():
@@ -198,24 +198,24 @@ def test_one_number_for_all_loads_has_the_largest_product_of_gains():
 
 def test_domains_that_accept_little_are_told_not_to_draft():
     dear = replace(candidate(), costs=model(per_token=0.3))
-    picks = {x["mix"]: x["n"] for x in plan.build([dear], LOAD, PlanConfig(), 0)["by_domain"]}
+    picks = {x["mix"]: x["n"] for x in plan.build([dear], LOAD, {}, PlanConfig(), 0)["by_domain"]}
     assert picks["math"] > 0
     assert picks["chat"] == 0
 
 
 def test_two_drafters_share_a_plan():
     weak = Candidate("eagle3", "OTHER", [replace(one, by_n=SOME[-1].by_n) for one in SOME], model())
-    result = plan.build([weak, candidate()], LOAD, PlanConfig(concurrency=[1]), 0)
+    result = plan.build([weak, candidate()], LOAD, {}, PlanConfig(concurrency=[1]), 0)
     assert result["by_concurrency"][0]["method"] == "dflash"
     assert set(result["methods"]) == {"dflash", "eagle3"}
 
 
 def test_a_share_of_traffic_moves_the_plan_and_must_be_known():
-    all_math = built(PlanConfig(traffic={"math": 2.0, "chat": 0.0}))
+    all_math = built(traffic={"math": 2.0, "chat": 0.0})
     assert all_math["traffic"] == {"math": 1.0}
     assert all_math["by_concurrency"][0]["gain"] > built()["by_concurrency"][0]["gain"]
-    with pytest.raises(ValueError, match=r"plan.traffic: nothing was drafted in law; .* math, chat"):
-        built(PlanConfig(traffic={"law": 1.0}))
+    with pytest.raises(ValueError, match=r"eval.traffic: nothing was drafted in law; .* math, chat"):
+        built(traffic={"law": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,6 @@ def test_a_share_of_traffic_moves_the_plan_and_must_be_known():
         ({"concurrency": [0]}, "plan.concurrency"),
         ({"contexts": [-1]}, "plan.contexts"),
         ({"answer_tokens": 1}, "plan.answer_tokens=1"),
-        ({"traffic": {"math": 0.0}}, "plan.traffic"),
-        ({"traffic": {"math": -1.0}}, "plan.traffic"),
         ({"points": {1: 5.0, 2: 6.0, 3: 7.0}}, "of 0 (no drafts) and of two N"),
         ({"points": {0: 5.0, 2: 6.0}}, "of 0 (no drafts) and of two N"),
         ({"points": {0: 5.0, 2: 6.0, 3: 0.0}}, "0.0 tokens a second at N=3"),
@@ -243,16 +241,15 @@ def test_settings_that_cannot_be_are_refused(settings, words):
 
 def test_points_of_an_engine_give_its_other_numbers_of_drafts():
     """Its rounds cost 1.1 + 0.1 N plain ones; N=2 was not measured."""
-    tau = {n: t for n, (t, _) in plan.mixed_taus(candidate(), plan.shares(PlanConfig(), SOME), 0).items()}
+    tau = {n: t for n, (t, _) in plan.mixed_taus(candidate(), plan.shares({}, SOME), 0).items()}
     points = {0: 50.0, **{n: 50 * tau[n] / (1.1 + 0.1 * n) for n in (1, 4)}}
-    (panel,) = plan.from_points(SOME, PlanConfig(points=points), "dflash")["panels"]
+    (panel,) = plan.from_points(SOME, {}, points, "dflash")["panels"]
     assert panel["predicted"]["2"] == pytest.approx(50 * tau[2] / 1.3, rel=0.03)
     assert panel["pick"] == max((1, 2, 4), key=lambda n: tau[n] / (1.1 + 0.1 * n))
-    chat = PlanConfig(points=points, traffic={"chat": 1.0})
-    (other,) = plan.from_points(SOME, chat, "dflash")["panels"]
+    (other,) = plan.from_points(SOME, {"chat": 1.0}, points, "dflash")["panels"]
     assert other["tau"]["4"] == pytest.approx(plan.mixed_taus(candidate(), {"chat": 1.0}, 0)[4][0], rel=0.01)
     with pytest.raises(ValueError, match=r"plan.points: N=3 was not scored; the scored N are \[1, 2, 4\]"):
-        plan.from_points(SOME, PlanConfig(points={0: 5.0, 1: 6.0, 3: 7.0}), "dflash")
+        plan.from_points(SOME, {}, {0: 5.0, 1: 6.0, 3: 7.0}, "dflash")
 
 
 # The command ----------------------------------------------------------------------------------------
@@ -332,7 +329,7 @@ def test_the_drafters_of_runs_are_planned_together(asked, drafted, tmp_path, cap
 
 
 def test_points_come_by_the_command_line(asked, tmp_path, capsys):
-    traffic = "plan.traffic={chat: 1, code: 2}"
+    traffic = "eval.traffic={chat: 1, code: 2}"
     assert command("eval", *asked, "eval.n=null", "plan.points={0: 50, 1: 60, 3: 70}", traffic) == 0
     (panel,) = json.loads((tmp_path / "plan" / "plan.json").read_text())["panels"]
     assert list(panel["predicted"]) == ["1", "2", "3", "4"]
