@@ -97,14 +97,15 @@ def turns(example: Example) -> list[Example]:
 
 
 def turn_rows(row: Row) -> list[Row]:
-    """One row for each assistant turn of a conversation: what was said before it, other turns as history.
+    """One row for each assistant turn: what was said before it, other turns as history.
 
-    Where two users speak in a row answers are missing, which have to be made first: such a row stays whole.
+    Where ids were kept, those are the turns. Where two users speak in a row answers are missing, which have
+    to be made first: such a row stays whole.
     """
     roles = [message["role"] for message in row.messages]
     if ("user", "user") in pairwise(roles):
         return [row]
-    ends = [
+    ends = [index for index, _ in row.answers] or [
         at
         for at, (before, role) in enumerate(pairwise([*roles, "assistant"]), 1)
         if role == "assistant" and before in ("user", "tool")

@@ -124,8 +124,10 @@ class Server:
             limits=httpx.Limits(max_connections=settings.clients),
             follow_redirects=True,  # vLLM sends /metrics on to /metrics/
         )
+        self.card = self._card()
+        self.ours = self.card.get("owned_by") == "foredraft"
 
-    def card(self) -> dict[str, Any]:
+    def _card(self) -> dict[str, Any]:
         """What /v1/models says of the model to ask: the one of ``eval.model``, or the only one."""
         cards = self._call("GET", "/v1/models", lambda found: {card["id"]: card for card in found["data"]})
         wanted = self.settings.model or (next(iter(cards)) if len(cards) == 1 else None)
@@ -137,15 +139,17 @@ class Server:
         """Its counters of now."""
         return self._call("GET", "/metrics", parse)
 
-    def ask(self, model: str, row: Row, messages: list[Message], seed: int) -> tuple[str, int]:
+    def ask(self, row: Row, messages: list[Message], seed: int) -> tuple[str, int]:
         """The text of an answer, and its tokens."""
+        # Tools are shown, and calls stay text: to vLLM that is "none", which hides them on a server of ours.
+        choice = {} if self.ours else {"tool_choice": "none"}
         body = {
-            "model": model,
+            "model": self.card["id"],
             "messages": [_as_sent(message) for message in messages],
             "max_tokens": self.settings.max_new_tokens,
             "temperature": self.settings.temperature,
             "seed": seed,
-            **({"tools": row.tools} if row.tools else {}),
+            **({"tools": row.tools, **choice} if row.tools else {}),
         }
         return self._call("POST", "/v1/chat/completions", _answer, row.where, json=body)
 
@@ -206,15 +210,15 @@ def measure(settings: EvalConfig, data: DataConfig, drafter: str | None, seed: i
         if row.skip is None:
             domains.setdefault(row.domain, []).append(row)
     server = Server(settings)
-    card, before = server.card(), server.reading()
+    before = server.reading()
     num = len(before.accepted_at)
-    method = check_served(settings, drafter, card, num)
+    method = check_served(settings, drafter, server.card, num)
     scored: list[Scored] = []
     gained: dict[str, Reading] = {}
     for domain, some in domains.items():
         with tqdm(total=len(some), unit="prompt", desc=domain, mininterval=1) as bar:
             for block in _blocks(some, settings.clients):
-                after = _asked(server, card["id"], block, before, seed)
+                after = _asked(server, block, before, seed)
                 new, before = after.since(before), after
                 gained[domain] = gained[domain] + new if domain in gained else new
                 name = block[0].where + (f" and {len(block) - 1} more" if len(block) > 1 else "")
@@ -224,8 +228,8 @@ def measure(settings: EvalConfig, data: DataConfig, drafter: str | None, seed: i
         scored,
         max_n=num,
         seed=seed,
-        counting=_counting(ROUNDS in before.counters, card.get("owned_by") == "foredraft"),
-        target=card["id"],
+        counting=_counting(ROUNDS in before.counters, server.ours),
+        target=server.card["id"],
         drafter=drafter or server.url,
         method=method,
         temperature=settings.temperature,
@@ -281,7 +285,7 @@ def _blocks(rows: Sequence[Row], clients: int) -> list[Sequence[Row]]:
     return [rows[len(rows) * at // num : len(rows) * (at + 1) // num] for at in range(num)]
 
 
-def _asked(server: Server, model: str, block: Sequence[Row], before: Reading, seed: int) -> Reading:
+def _asked(server: Server, block: Sequence[Row], before: Reading, seed: int) -> Reading:
     """The counters after all assistant turns of these rows were asked for, and are counted."""
 
     def converse(row: Row) -> list[int]:
@@ -289,12 +293,12 @@ def _asked(server: Server, model: str, block: Sequence[Row], before: Reading, se
         tokens = []
         for part in questions(row):
             said += part
-            text, num = server.ask(model, row, said, request_seed(seed, row.where))
+            text, num = server.ask(row, said, request_seed(seed, row.where))
             said.append({"role": "assistant", "content": text})
             tokens.append(num)
         return tokens
 
-    turns = [turn for row in block for turn in turn_rows(replace(row, answers=[]))]
+    turns = [turn for row in block for turn in turn_rows(row)]
     with ThreadPoolExecutor(server.settings.clients) as pool:
         tokens = [num for answers in pool.map(converse, turns) for num in answers]
     where = f"{block[0].where}: eval.server={server.url}"

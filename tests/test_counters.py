@@ -135,13 +135,15 @@ def test_every_assistant_turn_is_asked_for(target, drafter, here):
             ],
             "tools": [{"type": "function", "function": {"name": "clock", "parameters": {}}}],
         },
+        # Kept ids say which turns are the target's.
+        {"messages": [talk[0], talk[1], talk[2], talk[4]], "answers": [[3, [9, 9]]], "tokenizer": "any"},
     ]
     tiny.write_rows(here / "rows.jsonl", rows)
     with serving(target, drafter, context=500) as served:
         settings = EvalConfig(server=served.url + "/v1", max_new_tokens=3)
         found = measure(settings, DataConfig(path="rows.jsonl"), None, 0)["overall"]
-        assert served.metrics()["vllm:generation_tokens_total"] == 6 * 3
-    assert (found["prompts"], found["tokens"]) == (3, 6 * 2)
+        assert served.metrics()["vllm:generation_tokens_total"] == 7 * 3
+    assert (found["prompts"], found["tokens"]) == (4, 7 * 2)
 
 
 def test_a_seed_is_sent_with_each_request(served, here):
@@ -307,6 +309,16 @@ def test_what_was_counted_before_is_left_out(fake):
         assert (row["tau"], row["survival"]) == (2.5, [1.0, 0.5, 0.0])
         assert row["mean_acceptance_length"] == 2.5
         assert row["tau_ci95"] == [2.5, 2.5]
+
+
+def test_tools_are_shown_to_vllm_and_calls_are_not_parsed(fake, here):
+    """It refuses tools that it is to choose from by itself, unless it was started for that."""
+    tool = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+    tiny.write_rows(here / "rows.jsonl", [{"messages": HELLO, "tools": [tool]}, {"messages": HELLO}])
+    measured(fake)
+    with_tools, without = fake.bodies
+    assert (with_tools["tools"], with_tools["tool_choice"]) == ([tool], "none")
+    assert not {"tools", "tool_choice"} & set(without)
 
 
 def test_where_rounds_are_not_counted_tau_is_one_and_the_sum_of_survival(fake):

@@ -390,6 +390,13 @@ def test_answers_of_another_temperature_are_refused_with_the_remedy(sampled, cap
     assert remedy in message
 
 
+def test_decoding_takes_the_prompts_of_answers_of_any_temperature(sampled):
+    settings = ["eval.temperature=0.9", "eval.mode=rollout", "eval.n=[2]", "eval.max_new_tokens=5"]
+    assert command("eval", *but(sampled, *settings)) == 0
+    found = report()
+    assert (found["overall"]["tokens"], found["temperature"], found["off_path"]) == (4 * 4, 0.9, 0)
+
+
 def test_answers_of_unknown_temperature_are_refused(asked, capsys):
     message = refusal(capsys, "eval", *asked, "eval.temperature=0.7")
     assert "rows.jsonl:1: eval.temperature=0.7" in message
