@@ -207,8 +207,8 @@ def remarks(report: Mapping[str, Any]) -> list[str]:
         row = domains[name]
         n, tau = row["best_n"], row["tau_by_n"][str(row["best_n"])]
         out.append(
-            f"below break-even: {name}, tau {tau:.3f} at N = {n}, where {row['break_even']:.3f} would be as "
-            "fast as plain decoding of one request on this machine"
+            f"below break-even: {name}, tau {tau:.3f} at N = {n}; for one request on this machine drafting "
+            f"pays from {row['break_even']:.3f} on"
         )
     return out + [
         f"no round: {name} (first row {row}); answers need two tokens or more that are the target's own"

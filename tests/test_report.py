@@ -105,7 +105,10 @@ def test_drafting_that_does_not_pay_is_flagged_by_the_n_that_loses_least():
     assert (math["best_n"], math["break_even"], math["below_break_even"]) == (1, 1.6, False)
     assert (code["best_n"], code["break_even"], code["below_break_even"]) == (1, 1.6, True)
     assert found["below_break_even"] == ["code"]
-    assert "below break-even: code, tau 1.500 at N = 1, where 1.600" in table(found)
+    assert (
+        "below break-even: code, tau 1.500 at N = 1; for one request on this machine drafting pays from 1.600"
+        in table(found)
+    )
     rare = Counts(2, 4, 5, [1, 0], [1, 1])  # a lookup that proposed two drafts in one round of four
     row = break_even({2: rare}, costs)
     assert row["break_even"] == pytest.approx(0.2 + 1 + 0.5 * 0.5)
