@@ -371,6 +371,17 @@ def check_drafts(stored: dict[str, Any], drafter: Drafter) -> None:
         )
 
 
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree as one level of dotted keys."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            out.update(flat(value, f"{prefix}{key}."))
+        else:
+            out[prefix + key] = value
+    return out
+
+
 def other_weights(directory: Path, target: Target) -> str | None:
     """The weights that a drafter was trained on, where they are not the target's; ``None`` where they are."""
     trained = (read_config(directory).get("foredraft", {}).get("target") or {}).get("weights")

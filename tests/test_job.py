@@ -15,9 +15,10 @@ from data.sources import Row
 from drafters.target import HardwareConfig, load
 from drafters.types import Example, Proposal
 from eval import replay
+from eval import rows as of_a_run
 from tests import runs, tiny
 from train import engine, job
-from train import rows as rows_of_run
+from train import rows as loading
 from train.gate import serving_difference
 
 
@@ -165,7 +166,7 @@ def test_the_target_is_loaded_onto_the_device_of_the_rank(workshop, monkeypatch)
         raise ValueError("enough")
 
     monkeypatch.setattr(job, "local_device", lambda device: torch.device(f"{device}:3"))
-    monkeypatch.setattr(rows_of_run, "load", load)
+    monkeypatch.setattr(loading, "load", load)
     with pytest.raises(ValueError, match="enough"):
         runs.train(workshop, "hardware.device=cuda")
     assert asked == ["cuda:3"]
@@ -185,28 +186,28 @@ def rows(**domains: int) -> list[Row]:
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
 def test_every_domain_is_held_out_and_trained_on(share):
     found = rows(chat=40, code=7, tools=2, rare=1)
-    held = Counter(where.split(":")[0] for where in rows_of_run.hold_out(found, share, 0))
+    held = Counter(where.split(":")[0] for where in of_a_run.hold_out(found, share, 0))
     assert held == {"chat": max(1, 40 * share), "code": 4 if share == 0.5 else 1, "tools": 1}
 
 
 def test_a_share_that_leaves_a_domain_nothing_to_train_on_is_refused_by_key_and_domain():
     with pytest.raises(ValueError, match=r"data\.holdout=0\.8: of 4 conversations of domain code none"):
-        rows_of_run.hold_out(rows(chat=40, code=4), 0.8, 0)
+        of_a_run.hold_out(rows(chat=40, code=4), 0.8, 0)
 
 
 def test_opening_words_of_an_assistant_are_no_answer_to_replay():
     """d03: before the first token of a conversation there is no state to draft from."""
     mask = [True, False, False, True, True]
-    (turn,) = rows_of_run.turns(Example([20, 21, 22, 23, 24], mask, "chat", "row 0"))
+    (turn,) = of_a_run.turns(Example([20, 21, 22, 23, 24], mask, "chat", "row 0"))
     assert turn.mask == [False, False, False, True, True]
 
 
 def test_the_seed_of_the_data_draws_what_is_held_out():
     found = rows(chat=40)
     assert (
-        rows_of_run.hold_out(found, 0.2, 1)
-        == rows_of_run.hold_out(found, 0.2, 1)
-        != rows_of_run.hold_out(found, 0.2, 2)
+        of_a_run.hold_out(found, 0.2, 1)
+        == of_a_run.hold_out(found, 0.2, 1)
+        != of_a_run.hold_out(found, 0.2, 2)
     )
 
 
@@ -214,13 +215,13 @@ def test_rows_that_ask_the_same_stay_together():
     found = rows(chat=30)
     for row in found:
         row.messages[0]["content"] = str(row.index // 3)
-    held = rows_of_run.hold_out(found, 0.3, 0)
+    held = of_a_run.hold_out(found, 0.3, 0)
     assert len(held) == 9
     assert all(len({f"chat:{at + k}" for k in range(3)} & held) in (0, 3) for at in range(0, 30, 3))
 
 
 def test_all_answers_of_a_conversation_are_on_one_side(workshop, tmp_path):
-    of = rows_of_run.load(str(workshop / "target"), runs.run_of(*runs.settings(workshop)).hardware)
+    of = load(str(workshop / "target"), runs.run_of(*runs.settings(workshop)).hardware)
     both = []
     for row in tiny.answered_rows(of, 8):
         first, answer = row["messages"]
@@ -233,7 +234,7 @@ def test_all_answers_of_a_conversation_are_on_one_side(workshop, tmp_path):
         )
     path = tiny.write_rows(tmp_path / "both.jsonl", both)
     run = runs.run_of(*runs.settings(workshop, f"data.path={path}"))
-    loaded = rows_of_run.load_data(run, tmp_path, torch.device("cpu"))
+    loaded = loading.load_data(run, tmp_path, torch.device("cpu"))
     sides = [{e.name.split(" (turn")[0] for e in some} for some in (loaded.train, loaded.held)]
     assert not sides[0] & sides[1]
     assert (len(sides[0]), len(sides[1])) == (6, 2)

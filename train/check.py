@@ -17,11 +17,10 @@ from drafters.files import replace_file
 from drafters.method import Drafter
 from drafters.target import Target, load
 from drafters.types import Example
-from eval import replay
+from eval import evidence, replay
 from eval.evaluate import held_out
 from eval.rollout import rollout
 from serve.tasks import ROUNDING
-from train import evidence
 from train.gate import compare_drafts, compare_fields
 
 if TYPE_CHECKING:

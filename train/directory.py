@@ -170,7 +170,7 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 
 def _refuse_other(run: Run, stored: dict[str, Any], directory: Path) -> None:
-    mine, theirs = flat(settings_of(run)), flat(stored)
+    mine, theirs = directory_format.flat(settings_of(run)), directory_format.flat(stored)
     other = [key for key in sorted(mine.keys() | theirs.keys()) if mine.get(key) != theirs.get(key)]
     if other:
         shown = "\n".join(f"  {key}: {theirs.get(key)!r} there, {mine.get(key)!r} now" for key in other[:12])
@@ -178,17 +178,6 @@ def _refuse_other(run: Run, stored: dict[str, Any], directory: Path) -> None:
             f"{directory} holds a run with other settings:\n{shown}\n"
             "Give this run another name with run=NAME, or overwrite=true to start it again."
         )
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree as one level of dotted keys."""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            out.update(flat(value, f"{prefix}{key}."))
-        else:
-            out[prefix + key] = value
-    return out
 
 
 def write_record(
@@ -209,6 +198,7 @@ def write_record(
         record["target"] = loaded.target.fingerprint
         record["data"] = {
             "key": loaded.data_key,
+            "template": loaded.template,
             "train_rows": len(loaded.train),
             "held_out_rows": len(loaded.held),
             **({} if seen is None else {"seen": seen}),

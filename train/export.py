@@ -34,6 +34,7 @@ def export(run: Run, job: Job, loaded: Loaded, progress: checkpoint.Progress) ->
         "data": {
             "file": Path(run.data.path).name,  # no path: a directory gets published
             "key": loaded.data_key,
+            "template": loaded.template,
             "train_rows": len(loaded.train),
             "held_out_rows": len(loaded.held),
             "training_tokens": sum(sum(example.mask) for example in loaded.train),

@@ -20,9 +20,7 @@ from data.pack import pack
 from drafters import checkpoint
 from drafters.method import Drafter
 from drafters.types import Batch, Example, States
-from eval import replay
-from train import evidence
-from train.directory import flat
+from eval import evidence, replay
 
 ROWS = 2  # held-out answers that drafts and acceptance are compared on
 LONGEST = 4096  # tokens of the row that stands for long positions
@@ -95,10 +93,12 @@ def compare_fields(stored: dict[str, Any], drafter: Drafter) -> list[str]:
     Returns the fields that are not stored, which none but our own directories must have all of.
     Errors: ``ValueError`` for the first that contradicts them.
     """
-    target, found = drafter.target, flat(stored)
+    target, found = drafter.target, checkpoint.flat(stored)
     checkpoint.check_drafts(stored, drafter)
     wanted = {
-        key: value for key, value in flat(checkpoint.config(drafter, {})).items() if not key.startswith(FREE)
+        key: value
+        for key, value in checkpoint.flat(checkpoint.config(drafter, {})).items()
+        if not key.startswith(FREE)
     }
     if found.get("target_hidden_size") == target.hidden_size:
         wanted["target_hidden_size"] = target.hidden_size

@@ -18,6 +18,7 @@ from drafters.target import bfloat16_pays, pick_dtype
 from drafters.types import Example
 from eval import replay
 from eval.evaluate import numbers_of_drafts
+from eval.rows import spread
 from train import checkpoint
 from train.directory import open_directory, settings_of, write_record
 from train.engine import check_launch, local_device, make_engine, rank, world_size
@@ -117,7 +118,7 @@ def prepare(run: Run, directory: Path, loaded: Loaded) -> tuple[Job, checkpoint.
     engine.wrap(drafter)
     progress = checkpoint.load(engine, directory / "checkpoints")
     progress = progress or checkpoint.Progress(belongs=loaded.belongs)
-    some = _spread(loaded.held, run.train.eval_rows)
+    some = spread(loaded.held, run.train.eval_rows)
     held = list(replay.paths(target, some, drafter.layer_ids, temperature=run.eval.temperature))
     if rank() == 0:
         if max(path.length for path in held) < 2:
@@ -145,13 +146,3 @@ def _refuse_mask_token(drafter: Drafter, examples: Sequence[Example]) -> None:
                 f"{example.name}: the answer holds token {token}, which fills empty slots; name one that no "
                 "answer holds with method.mask_token=ID"
             )
-
-
-def _spread(held: Sequence[Example], number: int) -> list[Example]:
-    """A part of the held-out rows that holds every domain alike."""
-    by_domain: dict[str, list[Example]] = {}
-    for example in held:
-        by_domain.setdefault(example.domain, []).append(example)
-    turns = max((len(some) for some in by_domain.values()), default=0)
-    mixed = [some[at] for at in range(turns) for some in by_domain.values() if at < len(some)]
-    return mixed[:number]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from drafters import checkpoint, formats
 from drafters.method import Drafter
 from drafters.target import load
-from train import evidence
+from eval import evidence
 
 if TYPE_CHECKING:
     from recipes.schema import Run

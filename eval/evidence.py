@@ -26,7 +26,6 @@ from data.pack import pack
 from drafters import checkpoint
 from drafters.method import Drafter
 from drafters.types import Batch, Example
-from train.directory import flat
 
 SEED = 20_000
 LENGTH = 256  # tokens of the row that drafts are recorded on
@@ -164,7 +163,9 @@ def _other(then: dict[str, str], now: dict[str, str]) -> list[str]:
 def _fields(found: dict[str, Any]) -> dict[str, Any]:
     """Those that change what is computed, by dotted key."""
     return {
-        key: value for key, value in flat(found).items() if key.startswith(OWN) or not key.startswith(FREE)
+        key: value
+        for key, value in checkpoint.flat(found).items()
+        if key.startswith(OWN) or not key.startswith(FREE)
     }
 
 
