@@ -141,11 +141,15 @@ def _read(store: Store, example: Example) -> States:
         ) from reason
 
 
+def store_root(config: StatesConfig) -> Path:
+    """The folder that holds the disk stores."""
+    return Path(config.directory).expanduser() if config.directory else cache_directory() / "states"
+
+
 def open_store(config: StatesConfig, target: Target, layer_ids: Sequence[int], with_last: bool) -> Store:
     """The disk store of this target and these layers."""
-    root = Path(config.directory).expanduser() if config.directory else cache_directory() / "states"
     dtype = str(target.dtype).removeprefix("torch.")
-    return Store(root, Spec(target.fingerprint, tuple(layer_ids), dtype, with_last))
+    return Store(store_root(config), Spec(target.fingerprint, tuple(layer_ids), dtype, with_last))
 
 
 def _live(config, target, examples: Sequence[Example], layer_ids, with_last: bool) -> list[States]:

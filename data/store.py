@@ -99,7 +99,7 @@ class Store:
             parts = {name: shard.get_tensor(f"{key}.{name}") for name in self._parts}
             sums = json.loads(shard.metadata()["crc32"])
         for name, value in parts.items():
-            if _checksum(value) != sums[f"{key}.{name}"]:
+            if checksum(value) != sums[f"{key}.{name}"]:
                 raise BadStates(f"{name}: checksum differs in {self._where[key].name}")
         last = parts["last"][None] if self.spec.with_last else None
         states = States(parts["layers"][None], last)
@@ -115,7 +115,7 @@ class Store:
             tensors[f"{key}.layers"] = state.layers_BTLD[0].contiguous()
             if self.spec.with_last:
                 tensors[f"{key}.last"] = state.last()[0].contiguous()
-        sums = json.dumps({name: _checksum(value) for name, value in tensors.items()})
+        sums = json.dumps({name: checksum(value) for name, value in tensors.items()})
         content = hashlib.sha256("".join(tensors).encode()).hexdigest()[:16]
         path = self.directory / f"{content}.safetensors"
         scratch = _scratch(path)
@@ -151,5 +151,6 @@ def _scratch(path: Path) -> Path:
     return path.with_suffix(f".{os.getpid()}.tmp")
 
 
-def _checksum(value: Tensor) -> int:
+def checksum(value: Tensor) -> int:
+    """What a tensor of a shard is known again by."""
     return zlib.crc32(value.contiguous().view(torch.uint8).numpy().data)

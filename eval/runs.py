@@ -43,15 +43,15 @@ def load_runs(names: Sequence[str], data: str) -> list[Compared]:
     """
     if len(names) < 2:
         raise ValueError(f"runs=[{','.join(names)}]: name two runs or more, for example runs=[one,other]")
-    directories = [directory_of(name) for name in names]
+    directories = [run_directory(name) for name in names]
     for at, directory in enumerate(directories):
         if directory.resolve() in [other.resolve() for other in directories[:at]]:
             raise ValueError(f"runs=[{','.join(names)}]: {names[at]} is named twice")
     return [_load(*pair, data) for pair in zip(names, directories, strict=True)]
 
 
-def directory_of(name: str) -> Path:
-    """Of a run under runs/, or a directory. Errors: ``ValueError`` where there is no run."""
+def run_directory(name: str) -> Path:
+    """Where a run is. Errors: ``ValueError`` for a name that is none."""
     for directory in (Path("runs") / name, Path(name)):
         if (directory / "recipe.yaml").is_file():
             return directory
@@ -59,7 +59,7 @@ def directory_of(name: str) -> Path:
 
 
 def _load(name: str, directory: Path, data: str) -> Compared:
-    record = _record(name, directory / "recipe.yaml")
+    record = read_record(name, directory / "recipe.yaml")
     where = directory / "report" if data == BUNDLED else report.beside(directory / "drafter", data)
     remedy = f"score it: {_command(directory, record, data)}"
     for file in (where / "report.json", where / "rows.jsonl"):
@@ -88,7 +88,8 @@ def learned_from(record: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _record(name: str, path: Path) -> dict[str, Any]:
+def read_record(name: str, path: Path) -> dict[str, Any]:
+    """recipe.yaml. Errors: ``ValueError`` for a file that is no record of a run."""
     try:
         found = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, ValueError):

@@ -14,10 +14,12 @@ from drafters.method import Drafter
 from drafters.target import EMBEDDED, Target, load
 from drafters.types import Example
 from eval import calibrate, compare, counters, plan, plan_page, report, sweeps
+from eval import diagnose as diagnosis
+from eval.case import open_case
 from eval.costs import CostModel, cost_model, from_file
 from eval.evaluate import evaluate, held_out, numbers_of_drafts
 from eval.replay import paths
-from eval.runs import check_comparable, common_ns, directory_of, load_runs
+from eval.runs import check_comparable, common_ns, run_directory, load_runs
 from serve import vllm
 from serve.proposers import UNTRAINED, build
 
@@ -161,7 +163,7 @@ def _to_choose_from(run: Run) -> dict[str, Path]:
             raise ValueError(
                 f"runs=[{','.join(run.runs)}] {key}={given}: {key} is of one drafter; leave one out"
             )
-    return {Path(name).name: directory_of(name) / "drafter" for name in run.runs}
+    return {Path(name).name: run_directory(name) / "drafter" for name in run.runs}
 
 
 def _costs(run: Run, name: str, target: Target, drafter: Drafter, contexts: list[int]) -> CostModel:
@@ -198,3 +200,11 @@ def _vllm_arguments(run: Run, found: dict[str, Any]) -> dict[str, Any]:
         "speculative_config": speculative,
         "arguments": shlex.join(["--speculative-config", json.dumps(speculative)]),
     }
+def diagnose(run: Run) -> None:
+    """Why ``run=`` or ``drafter=`` accepts little; diagnose.json and diagnose.html go to ``out=``."""
+    case = open_case(run)
+    result = diagnosis.build(case, diagnosis.examine(case))
+    out = Path(run.out) if run.out else (case.run or Path()) / "report-diagnose"
+    diagnosis.write(result, out)
+    print(diagnosis.table(result))
+    print(f"diagnosis: {out / 'diagnose.html'}")

@@ -119,7 +119,7 @@ def test_a_file_whose_ids_are_not_its_names_is_refused(tmp_path):
     store = filled(tmp_path)
     tensors, key = load_file(shard(store)), document_key(ROWS[0].ids)
     tensors[f"{key}.ids"][2] += 1
-    sums = {name: data.store._checksum(value) for name, value in tensors.items()}
+    sums = {name: data.store.checksum(value) for name, value in tensors.items()}
     save_file(tensors, shard(store), metadata={"crc32": json.dumps(sums)})
     with pytest.raises(BadStates, match="token ids differ at index 2"):
         Store(tmp_path, SPEC).read(ROWS[0])
