@@ -29,7 +29,7 @@ from eval.trials import Limit, Trial
 
 ANSWER = 64  # tokens of an answer that are looked at
 ANCHORS = 16  # of these, evenly spread
-AT_ONCE = 64  # anchors: bounds the logits, [A, K, V]
+LOGITS = 2**26  # numbers of [A, K, N] at once
 FADE = 0.5  # weight of a draft beside the one before it: late ones are guesses
 BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # of rotary positions, as families have them
 MASKS = 12  # tokens that are tried as the one that fills slots
@@ -170,7 +170,8 @@ def attempt(drafter: Drafter, seen: Seen, alternative: Alternative) -> Trial:
     valid_P = (valid_anchors(batch.mask_BT, batch.doc_BT) & (batch.position_BT > 0)).flatten()
     anchors = [_spread(valid_P & (batch.doc_BT[0] == doc)) for doc in range(len(batch.names))]
     with changed(drafter, alternative.put):
-        parts = [_sums(drafter, seen, part_A, alternative) for part_A in torch.cat(anchors).split(AT_ONCE)]
+        at_once = max(1, LOGITS // (drafter.max_drafts * len(drafter.head_ND)))
+        parts = [_sums(drafter, seen, part_A, alternative) for part_A in torch.cat(anchors).split(at_once)]
     sums = torch.cat(parts).double().cpu()
     rows = [some.sum(0).numpy() for some in sums.split([len(one) for one in anchors])]
     return Trial(alternative.check, alternative.name, alternative.limit, *np.stack(rows, 1))

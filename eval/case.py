@@ -50,8 +50,9 @@ if TYPE_CHECKING:
     from recipes.schema import Run
 
 ROWS = 16  # answers that alternatives are tried on, half of them trained on where that is known
-HELD = 40  # held-out answers that acceptance is counted on
+HELD = 20  # held-out answers that acceptance is counted on
 LONGEST = 2048  # tokens before an answer, where there are enough shorter ones
+IN_CONFIG = ("layout", "mask token")  # what training cannot have had otherwise
 TERMS = ("kl", "ce", "l1", "nla", "hybrid")  # of a loss, one of which every log has
 
 
@@ -133,12 +134,13 @@ class Case:
         """
         if not self.trials:
             return None
-        leaks = [one.name for one in self._alternatives if one.limit == LEAK]
         as_is, *others = self.trials
-        return best(as_is, [one for one in others if one.name not in leaks or self._was_taught(one)])
+        return best(as_is, [one for one in others if self._may_be(one)])
 
-    def _was_taught(self, trial: Trial) -> bool:
-        if self.taught is None or not explains(self.trials[0], trial):
+    def _may_be(self, trial: Trial) -> bool:
+        if self.trials[0].reproduces and trial.check in IN_CONFIG:  # then config.json is as it was
+            return False
+        if trial.limit != LEAK or self.taught is None or not explains(self.trials[0], trial):
             return True
         (other,) = (one for one in self._alternatives if one.name == trial.name)
         now, then = (abs(log(self.loss(one)) - log(self.taught[1])) for one in (AS_IS, other))
@@ -202,21 +204,22 @@ class Case:
     # States, acceptance -----------------------------------------------------------------------
 
     @cached_property
-    def stores(self) -> list[tuple[Path, Spec]]:
-        """The disk store of the run, or the others of its target."""
+    def stored(self) -> stored.Stored | None:
+        """What the disk store of the run holds of its documents; ``None`` where there is none."""
         if self.states is None or self.states.keep != "disk" or self.trained_ids is None:
-            return []
+            return None
         assert self.method is not None
         dtype = str(self.target.dtype).removeprefix("torch.")
         spec = Spec(self.target.fingerprint, tuple(self.trained_ids), dtype, self.method.needs_last)
-        return stored.find(store_root(self.states), spec)
+        where = store_root(self.states) / spec.key
+        return stored.examine(where, spec, self.target, self.rows.train) if where.is_dir() else None
 
-    @cached_property
-    def stored(self) -> stored.Stored | None:
-        """What the store holds of the run's documents."""
-        if not self.stores:
-            return None
-        return stored.examine(*self.stores[0], self.target, self.rows.train)
+    @property
+    def other_than_trained(self) -> str | None:
+        """The hash of the rows that were trained on, where these are others."""
+        trained = self.record.get("data", {}).get("key")
+        unknown = self.other_rows or not self.rows.held
+        return None if unknown or trained == self.rows.key else trained
 
     @cached_property
     def paths(self) -> list[replay.Path]:
@@ -227,10 +230,13 @@ class Case:
 
     @cached_property
     def accepted(self) -> list[dict[int, Counts]]:
-        """Counts by N of each held-out answer; none without a drafter."""
+        """Counts by N of each held-out answer, the largest N among them; none without a drafter."""
         if self.drafter is None:
             return []
-        return replay.score(self.drafter, self.paths, range(1, self.drafter.max_drafts + 1))
+        most = self.drafter.max_drafts
+        ns = sorted({most, *(n for n in self.eval.n or range(1, most) if n < most)})
+        some = tqdm(self.paths, desc="replay", unit="answer", mininterval=1)
+        return [counts for path in some for counts in replay.score(self.drafter, [path], ns)]
 
     @cached_property
     def accepted_trained(self) -> list[Counts]:
@@ -302,12 +308,12 @@ def _rows(
             asked = run.data if where is None else replace(data, path=run.data.path, split=run.data.split)
             held = held_out(asked, target, render, scored, cache)
             if where is None:
-                return Rows([], held, list(read(replace(asked, split=asked.split or "eval")))), None
+                return Rows([], [], held, list(read(replace(asked, split=asked.split or "eval")))), None
             rows = conversations(data, scored, target, render, where, measured=False)
             return replace(rows, held=held), None
         return conversations(data, scored, target, render, where), None
     except ValueError as error:
-        return Rows([], [], []), str(error)
+        return Rows([], [], [], []), str(error)
 
 
 def known(cls: Any, values: dict[str, Any]) -> Any:

@@ -93,9 +93,8 @@ def template(case: Case) -> Verdict:
     if trained not in (None, render.template_hash):
         told = f"training wrote prompts with template {trained}, the same settings now give"
         return fault(f"{told} {render.template_hash}", remedy, f"chat template of {case.target.name}")
-    made = Counter(
-        str(row.made_by).split("/")[2] for row in case.rows.read if str(row.made_by).count("/") == 2
-    )
+    own = [row for row in case.rows.read if row.skip is None and row.answered_by(render.signature)]
+    made = Counter(str(row.made_by).split("/")[2] for row in own if str(row.made_by).count("/") == 2)
     if odd := {name: num for name, num in made.items() if name != render.template_hash}:
         name, num = next(iter(odd.items()))
         told = f"{num} of {made.total()} answers were made with template {name}, prompts are written with"
@@ -140,8 +139,7 @@ def answers(case: Case) -> Verdict:
     """Are the answers the target's own?"""
     if case.no_rows is not None:
         return fault(case.no_rows, "mend data.path, or name another file with data.path=FILE")
-    trained = case.record.get("data", {}).get("key")
-    if trained is not None and case.rows.held and not case.other_rows and trained != case.rows.key:
+    if (trained := case.other_than_trained) is not None:
         found = f"rows are other ids or masks than those trained on: {trained}, now {case.rows.key}"
         return suspicious(found, "put back the file of the training, or train on this one", case.data.path)
     if not case.paths:
@@ -164,7 +162,7 @@ def states(case: Case) -> Verdict:
     held = case.stored
     if held is None:
         kept = None if case.states is None else case.states.keep
-        return not_asked("no run is named" if kept is None else f"states.keep={kept}: none are on disk")
+        return not_asked("no run is named" if kept is None else f"states.keep={kept}, and none are on disk")
     again = f"delete that file in {held.directory}; what it held is captured anew"
     if held.broken:
         return fault(
@@ -180,6 +178,8 @@ def states(case: Case) -> Verdict:
             f"delete {held.directory} and capture again with this target, template and dtype",
             str(held.directory),
         )
+    if held.documents == 0 and case.rows.train:
+        return suspicious(f"{held.directory} holds none of the run's documents", "see whether rows changed")
     return ok(
         f"{held.documents} documents of the run in {held.directory}, layers {list(held.spec.layer_ids)}"
     )
@@ -216,7 +216,7 @@ def last_state(case: Case) -> Verdict:
 def layer_ids(case: Case) -> Verdict:
     """Do the states come from the layers that the drafter reads?"""
     held = case.stored
-    if held is not None and (found := _other_layers(held, case.trained_ids)):
+    if held is not None and (found := _other_layers(held)):
         return fault(found, "capture again with these layer ids, and train again", str(held.directory))
     remedy = "put back the ids it was trained with; vLLM and speculators count the inputs of layers, one more"
     if suspected := _suspected(case, "layer ids", remedy):
@@ -231,14 +231,13 @@ def layer_ids(case: Case) -> Verdict:
     return ok(f"outputs of layers {own}")
 
 
-def _other_layers(held: Stored, asked: list[int] | None) -> str | None:
+def _other_layers(held: Stored) -> str | None:
     """What stored layers are, where that is not what they are called."""
     for kept in held.errors:
         place = held.found(kept)
         if kept != LAST and place is not None and place[0] != kept:
             return f"states of layer {kept} are those of {_output(place[0])} (id k is the output of layer k)"
-    ids = list(held.spec.layer_ids)
-    return None if ids == asked else f"states are of layers {ids}, the recipe asks for {asked}"
+    return None
 
 
 def context(case: Case) -> Verdict:
@@ -307,7 +306,7 @@ def vocabulary(case: Case) -> Verdict:
     since = [name for name in _changed(case) if name in ("d2t", "t2d", "draft_vocab_size")]
     if since:
         return fault(f"{', '.join(since)} are not those of the export: a map of another run", remedy, where)
-    if case.rows.train:
+    if case.rows.train and case.other_than_trained is None:
         counts_V = _counts(case, case.rows.train)
         usable = len(case.target.tokenizer)
         fresh = choose(counts_V, len(vocab), case.target.stop_ids, usable)
@@ -439,8 +438,9 @@ def domain_gap(case: Case) -> Verdict:
     others = [one for domain, some in groups.items() if domain != least for one in some]
     found = ", ".join(f"{domain} {value:.2f}" for domain, value in accepted.items())
     found = f"drafts a round accepted: {found}"
+    enough = len(groups[least]) > 2 and reduce(add, groups[least]).rounds >= FEW
     apart = report.bootstrap(groups[least])[1] < report.bootstrap(others)[0]
-    if apart and reduce(add, others).tau - 1 > GAP * accepted[least]:
+    if enough and apart and reduce(add, others).tau - 1 > GAP * accepted[least]:
         rows = Counter(row.domain for row in case.rows.train)
         told = f"; trained on {rows[least]} rows of it out of {rows.total()}" if rows else ""
         return suspicious(
@@ -454,7 +454,7 @@ def drafts_a_round(case: Case) -> Verdict:
     if case.drafter is None or _held(case) is None:
         return not_asked(_unread(case) if case.drafter is None else "no held-out round")
     most = case.drafter.max_drafts
-    taus = {n: reduce(add, (by_n[n] for by_n in case.accepted)).tau for n in range(1, most + 1)}
+    taus = {n: reduce(add, (by_n[n] for by_n in case.accepted)).tau for n in case.accepted[0]}
     enough = min(n for n, tau in taus.items() if tau >= max(taus.values()) - TAIL)
     found = "tau by N: " + " ".join(f"{n}: {tau:.2f}" for n, tau in taus.items())
     lengths = None if case.method is None else vars(case.method).get("lengths")

@@ -22,7 +22,7 @@ from drafters.types import Example
 from eval.sampled import log_law
 from eval.trials import Limit, Trial
 
-ROWS = 16
+ROWS, AT_ONCE = 16, 4
 READ = 32  # tokens of an answer that are looked at
 OTHERWISE = Limit(nats=0.1, hits=0.0)
 SWITCHES = ("enable_thinking", "thinking")  # of templates that write both ways
@@ -38,13 +38,13 @@ def readings(
     some = list(_readable(rows, render, max_length))
     if not some:
         return []
-    as_read = [_parts(row, render, max_length) for row in some]
+    as_read = [parts for row in some if (parts := _parts(row, render, max_length)) is not None]
     out = [_trial(target, "", "as they are read", as_read)]
     for name, other in _templates(target, render, served):
         out.append(_trial(target, "template", name, [_parts(row, other, max_length) for row in some]))
     if any(row.answers for row in some):
-        early = [parts and (parts[0], parts[1][1:]) for parts in as_read]
-        late = [parts and (_one_more(target, parts[0]), parts[1]) for parts in as_read]
+        early = [(prompt, answer[1:]) for prompt, answer in as_read]
+        late = _after_one_more(target, as_read)
         out.append(_trial(target, "mask", "answers without their first token", early))
         out.append(_trial(target, "mask", "answers after a token that is missing", late))
     return out
@@ -87,25 +87,29 @@ def _templates(target: Target, render: Renderer, served: Renderer | None) -> lis
 
 
 @torch.inference_mode()
-def _logits(target: Target, ids: list[int], start: int) -> torch.Tensor:
-    """The target's logits at the positions of these ids from ``start`` on."""
-    (states,) = capture(target, [Example(ids, [True] * len(ids), "", "")], [0], with_last=True)
-    return target.head(states.last()[0, start:].to(target.device)).float()
+def _logits(target: Target, rows: Sequence[Parts]) -> Iterator[torch.Tensor]:
+    """The target's logits from the end of each prompt to the end of what follows it."""
+    for at in range(0, len(rows), AT_ONCE):
+        some = rows[at : at + AT_ONCE]
+        wholes = [Example(prompt + answer, [True] * len(prompt + answer), "", "") for prompt, answer in some]
+        for (prompt, _), states in zip(some, capture(target, wholes, [0], with_last=True), strict=True):
+            yield target.head(states.last()[0, len(prompt) - 1 :].to(target.device)).float()
 
 
-def _one_more(target: Target, prompt: list[int]) -> list[int]:
-    """The prompt with the token that the target would begin its answer with."""
-    return [*prompt, int(_logits(target, prompt, len(prompt) - 1).argmax())]
+def _after_one_more(target: Target, rows: Sequence[Parts]) -> list[Parts]:
+    """The answers after the token that the target would begin with."""
+    firsts = [int(logits_PV.argmax()) for logits_PV in _logits(target, [(prompt, []) for prompt, _ in rows])]
+    return [([*prompt, first], answer) for (prompt, answer), first in zip(rows, firsts, strict=True)]
 
 
 def _trial(target: Target, check: str, name: str, rows: Sequence[Parts | None]) -> Trial:
     """What the target says of these answers after these prompts; a row without parts counts nothing."""
     sums = np.zeros((len(rows), 4))
-    for at, parts in enumerate(rows):
-        if parts is not None and parts[1]:
-            prompt, answer = parts
-            logits_PV = _logits(target, prompt + answer, len(prompt) - 1)[:-1]
-            ids_P = torch.tensor(answer, device=logits_PV.device)
-            hits = int((logits_PV.argmax(-1) == ids_P).sum())
-            sums[at] = float(log_law(logits_PV, ids_P, 1.0).sum()), len(answer), hits, len(answer)
+    there = {at: parts for at, parts in enumerate(rows) if parts is not None and parts[1]}
+    for (at, (_, answer)), logits_PV in zip(
+        there.items(), _logits(target, list(there.values())), strict=True
+    ):
+        ids_P = torch.tensor(answer, device=logits_PV.device)
+        hits = int((logits_PV[:-1].argmax(-1) == ids_P).sum())
+        sums[at] = float(log_law(logits_PV[:-1], ids_P, 1.0).sum()), len(answer), hits, len(answer)
     return Trial(check, name, OTHERWISE, *sums.T)

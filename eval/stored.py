@@ -55,18 +55,6 @@ class Stored:
         return nearest if errors[nearest] <= SAME else None
 
 
-def find(root: Path, spec: Spec) -> list[tuple[Path, Spec]]:
-    """The store of ``spec``; where there is none, all of that target."""
-    stores = []
-    for manifest in sorted(root.glob("*/manifest.json")):
-        held = json.loads(manifest.read_text())
-        other = Spec(held["target"], tuple(held["layer_ids"]), held["dtype"], held["with_last"])
-        if other.target["weights"] == spec.target["weights"]:
-            stores.append((manifest.parent, other))
-    exact = [(where, other) for where, other in stores if where.name == spec.key]
-    return [(where, spec) for where, _ in exact] or stores
-
-
 @torch.inference_mode()
 def examine(directory: Path, spec: Spec, target: Target, examples: Sequence[Example]) -> Stored:
     """Read every header of a store, and compare some of the run's documents with the target's states."""

@@ -19,7 +19,7 @@ from eval.case import open_case
 from eval.costs import CostModel, cost_model, from_file
 from eval.evaluate import evaluate, held_out, numbers_of_drafts
 from eval.replay import paths
-from eval.runs import check_comparable, common_ns, run_directory, load_runs
+from eval.runs import check_comparable, common_ns, load_runs, run_directory
 from serve import vllm
 from serve.proposers import UNTRAINED, build
 
@@ -200,6 +200,8 @@ def _vllm_arguments(run: Run, found: dict[str, Any]) -> dict[str, Any]:
         "speculative_config": speculative,
         "arguments": shlex.join(["--speculative-config", json.dumps(speculative)]),
     }
+
+
 def diagnose(run: Run) -> None:
     """Why ``run=`` or ``drafter=`` accepts little; diagnose.json and diagnose.html go to ``out=``."""
     case = open_case(run)
