@@ -10,7 +10,9 @@ documents of d, and so r_d m_d supervised tokens, which go as w_d.
 
 Round e takes the documents from floor(e r_d + u_d) to floor((e + 1) r_d + u_d) of the endless row of shuffles
 of d. u_d is drawn once from [0, 1), so the expectation is exact and no round is off by more than a document
-(systematic sampling). A small domain repeats, and every document of it is seen before one is seen again.
+(systematic sampling). Within a round the documents of a domain stand at even distances, each at a random
+place of its own stretch, so that a run which ends within a round has its shares too. A small domain repeats,
+and every document of it is seen before one is seen again.
 """
 
 from __future__ import annotations
@@ -85,15 +87,16 @@ class Mix:
         return {name: len(self.examples) * each / sum(drawn.values()) for name, each in drawn.items()}
 
     def order(self, round: int) -> list[int]:
-        """Indices of the documents of a round, mixed."""
-        out = []
+        """Indices of the documents of a round, mixed evenly."""
+        placed: list[tuple[float, int]] = []
         for name, rate in self.rates.items():
             shift = random.Random(f"{self.seed}/{name}").random()
             first, last = floor(round * rate + shift), floor((round + 1) * rate + shift)
-            some = self._members[name]
+            some, drawn = self._members[name], []
             for cycle in range(first // len(some), -(-last // len(some))):
                 shuffled = random.Random(f"{self.seed}/{name}/{cycle}").sample(some, len(some))
                 start = cycle * len(some)
-                out += shuffled[max(0, first - start) : max(0, last - start)]
-        random.Random(f"{self.seed}/{round}").shuffle(out)
-        return out
+                drawn += shuffled[max(0, first - start) : max(0, last - start)]
+            place = random.Random(f"{self.seed}/{name}/{round}/places").random
+            placed += [((number + place()) / len(drawn), at) for number, at in enumerate(drawn)]
+        return [at for _, at in sorted(placed)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -48,9 +47,10 @@ class Stream:
 
     def _plan(self, epoch: int) -> list[list[int]]:
         if self.mix is not None:
-            packs = plan(self.lengths, self.budget, self.mix.order(epoch))
-            random.Random(f"{self.seed}/{epoch}").shuffle(packs)  # planning closes full packs first
-            return packs
+            order = self.mix.order(epoch)
+            packs = plan([self.lengths[at] for at in order], self.budget, range(len(order)))
+            packs.sort(key=lambda places: sum(places) / len(places))  # planning closes long documents first
+            return [[order[place] for place in places] for places in packs]
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         return plan(
             self.lengths,

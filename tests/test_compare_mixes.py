@@ -163,7 +163,7 @@ def test_two_runs_of_one_mix_show_the_chance_of_training(here, capsys):
     scores("again", code=1.6, chat=1.30)
     notes = compared(f"runs=[{EVEN},{CODE},{CHAT},again]")["mix"]["notes"]
     assert notes[0].startswith(f"{EVEN} and again are one mix: the traffic's tau differs by -0.03")
-    assert notes[1].startswith("the curves miss the taus of the 4 runs they are fitted to by 0.0")
+    assert notes[1].startswith("the curves miss the taus of the 4 runs that they fit by 0.0")
 
 
 def test_a_run_of_rows_as_they_are_is_a_mix_too(here):
