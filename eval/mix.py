@@ -184,7 +184,12 @@ def _notes(runs: Runs, curves: Curves, confirming: int | None) -> Iterator[str]:
         for before in range(at):
             if runs.weights[at] == runs.weights[before] and _alike(runs.total_R[[before, at]]):
                 by = _shown(_estimate(runs.traffic_SR[:, at] - runs.traffic_SR[:, before]), "+.3f")
-                yield f"{runs.names[before]} and {name} are one mix: the traffic's tau differs by {by}"
+                more_D = runs.taus_SRD[0, at] - runs.taus_SRD[0, before]
+                most = int(np.abs(more_D).argmax())
+                yield (
+                    f"{runs.names[before]} and {name} are one mix: by chance of training the traffic's tau "
+                    f"differs by {by}, that of {runs.domains[most]} by {more_D[most]:+.3f}"
+                )
     fitted = len(runs.names) - (confirming is not None)
     if curves.known_D.any() and fitted > 3:
         miss = float((curves.miss_D[curves.known_D] ** 2).mean() ** 0.5)
