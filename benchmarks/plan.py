@@ -29,7 +29,7 @@ from drafters.method import Drafter
 from drafters.target import EMBEDDED, HardwareConfig, Target, load
 from drafters.types import Example
 from eval import plan, sweeps
-from eval.costs import measure
+from eval.costs import CONTEXTS, measure
 from eval.evaluate import EvalConfig, evaluate
 from eval.report import from_row
 from eval.sweeps import Panel, Point
@@ -130,12 +130,14 @@ def here(chosen: dict[str, Any]) -> dict[str, Any]:
     drafter = checkpoint.read(Path(chosen["drafter"]), target)
     examples = conversations(target, chosen["per_domain"], chosen["tokens"])
     concurrency = [int(size) for size in chosen["concurrency"].split(",")]
-    scored = [from_row(row) for row in evaluate(target, drafter, examples, EvalConfig(), 0)["conversations"]]
+    scored = [
+        from_row(row)
+        for row in evaluate(target, drafter, examples, EvalConfig(break_even=False), 0)["conversations"]
+    ]
     load_ = plan.workload(plan.PlanConfig(), examples)
     ns = list(range(1, drafter.max_drafts + 1))
-    contexts = plan.contexts(plan.PlanConfig(), load_)
     begun = perf_counter()
-    costs = measure(target, drafter, max(concurrency), ns, contexts)
+    costs = measure(target, drafter, max(concurrency), ns, CONTEXTS)
     seconds = perf_counter() - begun
     result = plan.build(
         [plan.Candidate(drafter.config.name, chosen["drafter"], scored, costs)], load_, {},

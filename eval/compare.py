@@ -218,22 +218,13 @@ def table(result: Mapping[str, Any]) -> str:
         [_head(result), *taus(result, result["ns"][-1:])],
         [["", *names], *facts(result)],
     ]
-    lines = [line for block in blocks for line in columns(block)]
+    lines = [line for block in blocks for line in report.columns(block)]
     lines += [f"note: {note}" for note in result["notes"]]
     if found := result["mix"]:
         for title, block in mix.tables(found):
-            lines += ["", title, *columns(block)]
+            lines += ["", title, *report.columns(block)]
         lines += ["", *mix.remarks(found)]
     return "\n".join(lines)
-
-
-def columns(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines in which the cells stand below one another."""
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def write(result: Mapping[str, Any], directory: Path) -> None:

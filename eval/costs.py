@@ -12,7 +12,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,7 +27,9 @@ from serve.engine import Engine
 from serve.types import Proposer, Request
 
 REPEATS = 3
-PROMPTS = (16, 64, 256, 512)  # lengths that reading a prompt is timed at; an engine reads 512 tokens at once
+CONTEXTS = (128, 512)  # tokens in a slot
+PROMPTS = (16, 64, 256, 512)  # lengths that reading a prompt is timed at; an engine reads 512 tokens at once,
+# so that longer ones go on with the last slope
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class CostModel:
     rounds: tuple[Costs, ...]
     reading: Table
     reading_alone: Table
+    target: str  # its signature
+    dtype: str
+    machine: str
 
     def __post_init__(self) -> None:
         assert len(self.contexts) == len(self.rounds), self.contexts
@@ -53,11 +58,12 @@ class CostModel:
 
     def _at(self, context: float, seconds: Sequence[float]) -> float:
         """By a line between two contexts, beyond the last with its slope; a longer one is never cheaper."""
+        seconds = list(accumulate(seconds, max))
         if len(seconds) == 1 or context <= self.contexts[0]:
             return seconds[0]
         pairs = list(zip(pairwise(self.contexts), pairwise(seconds), strict=True))
         (left, right), (less, more) = next((p for p in pairs if context <= p[0][1]), pairs[-1])
-        return less + max(0.0, more - less) * (context - left) / (right - left)
+        return less + (more - less) * (context - left) / (right - left)
 
     @classmethod
     def read(cls, found: dict[str, Any]) -> CostModel:
@@ -65,18 +71,32 @@ class CostModel:
         return cls(
             tuple(map(int, found["contexts"])),
             tuple(map(Costs.read, found["rounds"])),
-            *(costs.read_table(found[part]) for part in ("reading", "reading_alone")),
+            costs.read_table(found["reading"]),
+            costs.read_table(found["reading_alone"]),
+            *(str(found[fact]) for fact in ("target", "dtype", "machine")),
         )
 
 
-def from_file(path: Path, name: str) -> CostModel:
-    """The costs of a drafter that a plan left in a file. Errors: ``ValueError`` naming both."""
+def from_file(path: Path, name: str, target: Target) -> CostModel:
+    """The costs of a drafter that a plan left in a file.
+
+    Errors: ``ValueError`` for a file without them, or one of another target or dtype.
+    """
     try:
-        return CostModel.read(json.loads(path.read_text())[name])
+        found = CostModel.read(json.loads(path.read_text())[name])
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise ValueError(
             f"plan.costs={path}: no costs of {name} ({error!r}); name a plan's costs.json, or leave it out"
         ) from error
+    for key, theirs, ours in (
+        ("target", found.target, target.signature),
+        ("dtype", found.dtype, str(target.dtype)),
+    ):
+        if theirs != ours:
+            raise ValueError(
+                f"plan.costs={path} was measured with {key} {theirs}, this is {ours}; leave plan.costs out"
+            )
+    return found
 
 
 def cost_model(
@@ -94,10 +114,18 @@ def measure(
     found, rows = [], spread(slots)
     calls = (REPEATS + 1) * len(rows) * (1 + len(ns))
     for context in tqdm(contexts, desc="costs by context"):
-        step, draft = costs.pieces(target, proposer, slots, calls, context, equal=True)
-        plain, _ = costs.pieces(target, None, slots, calls, context)
+        begin = max(1, context - calls // 2)  # every step keeps a token
+        step, draft = costs.pieces(target, proposer, slots, calls, begin, equal=True)
+        plain, _ = costs.pieces(target, None, slots, calls, begin)
         found.append(costs.measure(step, draft, plain, rows, ns, REPEATS))
-    return CostModel(tuple(contexts), tuple(found), _reading(target, proposer), _reading(target, None))
+    key = costs.key_of(target, proposer, slots)
+    return CostModel(
+        tuple(contexts),
+        tuple(found),
+        _reading(target, proposer),
+        _reading(target, None),
+        *(key[fact] for fact in ("target", "dtype", "machine")),
+    )
 
 
 def _reading(target: Target, proposer: Proposer | None) -> Table:

@@ -23,6 +23,7 @@ from data.sources import DataConfig, Row, check_skips, read
 from drafters.method import Drafter
 from drafters.target import Target
 from drafters.types import Example
+from eval.parts import by_part
 from eval.replay import Counts, answers, paths, score, score_lookup
 from eval.report import Scored, build, loops
 from eval.rollout import rollout
@@ -207,8 +208,11 @@ def evaluate(
         one_each = _replayed(target, proposer, held, ns, settings)
     else:
         one_each = _rolled_out(target, proposer, held, ns, settings, seed)
+    scored = _by_conversation(one_each)
     return build(
-        _by_conversation(one_each),
+        scored,
+        languages=by_part("lang", scored, held, max(ns), seed),
+        sources=by_part("source", scored, held, max(ns), seed),
         max_n=max(ns),
         seed=seed,
         costs=_costs(target, proposer) if settings.break_even and proposer is not None else None,

@@ -24,6 +24,7 @@ import numpy as np
 from drafters.types import Example
 from eval import sweeps
 from eval.costs import CostModel
+from eval.replay import answers
 from eval.report import Scored, interval, resampled
 from eval.sweeps import Panel, Point
 
@@ -36,7 +37,7 @@ class PlanConfig:
     """``plan.*``"""
 
     concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])  # requests decoded together
-    contexts: list[int] | None = None  # tokens in a slot; None: those where answers begin and where they end
+    contexts: list[int] = field(default_factory=list)  # tokens in a slot, to measure and predict at as well
     prompt_tokens: int | None = None  # of a request; None: the mean of the evaluated ones
     answer_tokens: int | None = None
     costs: str | None = None  # costs.json of another plan; None: measured on this machine
@@ -45,9 +46,12 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         for key in ("concurrency", "contexts"):
-            values = getattr(self, key)
-            if values is not None and (not values or min(values) < 1):
+            values = sorted({*getattr(self, key)})
+            if min(values, default=1) < 1:
                 raise ValueError(f"plan.{key}={values}: give numbers from 1")
+            setattr(self, key, values)
+        if not self.concurrency:
+            raise ValueError("plan.concurrency=[]: give a number of requests or more")
         for key in ("prompt_tokens", "answer_tokens"):
             value = getattr(self, key)
             if value is not None and value < 2:
@@ -97,18 +101,26 @@ class Workload:
 
 
 def workload(config: PlanConfig, held: Sequence[Example]) -> Workload:
-    """As the settings say, else the means of the evaluated conversations."""
-    prompts = [example.mask.index(True) for example in held]
-    answers = [len(example.ids) - prompt for example, prompt in zip(held, prompts, strict=True)]
-    return Workload(
-        config.prompt_tokens or sum(prompts) / len(held), config.answer_tokens or sum(answers) / len(held)
-    )
+    """As the settings say, else the means of the evaluated answers, each turn a request of its own."""
+    asked = [(example.mask.index(True), len(example.ids)) for example in answers(held)]
+    prompt = sum(first for first, _ in asked) / len(asked)
+    answer = sum(end - first for first, end in asked) / len(asked)
+    return Workload(config.prompt_tokens or prompt, config.answer_tokens or answer)
 
 
-def contexts(config: PlanConfig, load: Workload) -> list[int]:
-    """Tokens in a slot that costs are measured at."""
-    found = config.contexts or [max(1, round(load.prompt)), round(load.prompt + load.answer)]
-    return sorted({*found})
+def loads(config: PlanConfig, load: Workload) -> list[Workload]:
+    """The workload, and its answers at every context of the settings.
+
+    Errors: ``ValueError`` for a context that such answers do not fit in.
+    """
+    least = math.ceil(load.answer / 2) + 1
+    if short := [context for context in config.contexts if context < least]:
+        raise ValueError(
+            f"plan.contexts={short}: answers of {load.answer:.0f} tokens are at {least} or more in their "
+            "middle; give longer contexts, or plan.answer_tokens"
+        )
+    others = {*config.contexts} - {round(load.context)}
+    return [load, *(Workload(context - load.answer / 2, load.answer) for context in sorted(others))]
 
 
 def shares(traffic: Mapping[str, float], scored: Sequence[Scored]) -> dict[str, float]:
@@ -121,13 +133,13 @@ def shares(traffic: Mapping[str, float], scored: Sequence[Scored]) -> dict[str, 
         domain: sum(one.by_n[most].tokens for one in scored if one.domain == domain)
         for domain in dict.fromkeys(one.domain for one in scored)
     }
-    given = traffic or {domain: float(number) for domain, number in tokens.items()}
-    if unknown := [domain for domain, share in given.items() if share and not tokens.get(domain)]:
+    given = traffic or {domain: float(number) for domain, number in tokens.items() if number}
+    if unknown := [domain for domain in given if not tokens.get(domain)]:
         raise ValueError(
             f"eval.traffic: nothing was drafted in {', '.join(unknown)}; the evaluated domains are "
             f"{', '.join(tokens)}"
         )
-    return {domain: share / sum(given.values()) for domain, share in given.items() if share}
+    return {domain: share / sum(given.values()) for domain, share in given.items()}
 
 
 def mixed_taus(
@@ -137,10 +149,10 @@ def mixed_taus(
     found = {}
     for n in candidate.ns:
         slowness, resampled_slowness = 0.0, np.zeros(1)
-        for domain, share in mix.items():
+        for at, (domain, share) in enumerate(mix.items()):  # domains are drawn apart
             counts = [one.by_n[n] for one in candidate.scored if one.domain == domain]
             slowness += share / reduce(add, counts).tau
-            resampled_slowness = resampled_slowness + share / np.maximum(resampled(counts, seed=seed), 1.0)
+            resampled_slowness = resampled_slowness + share / resampled(counts, seed=seed + at)
         found[n] = (1 / slowness, 1 / resampled_slowness)
     return found
 
@@ -155,36 +167,50 @@ def rate(costs: CostModel, load: Workload, tau: Any, n: int, rows: int) -> Any:
 
 
 def predict(
-    candidate: Candidate,
+    candidates: Sequence[Candidate],
     mixes: Mapping[str, Mapping[str, float]],
     loads: Sequence[Workload],
     concurrency: Sequence[int],
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Tokens a second and seconds a token for every mix, context, concurrency and N; N=0 does not draft."""
+    """Tokens a second and seconds a token for every mix, context, concurrency, method and N.
+
+    N=0 does not draft; it is the fastest plain decoding that was measured beside any of the candidates.
+    """
     found = []
     for mix, domains in mixes.items():
-        taus = {0: (1.0, np.ones(1)), **mixed_taus(candidate, domains, seed)}
+        taus = {one.name: mixed_taus(one, domains, seed) for one in candidates}
         for load in loads:
             for rows in concurrency:
-                plain = rate(candidate.costs, load, 1.0, 0, rows)
-                for n, (tau, resamples) in taus.items():
-                    speed = rate(candidate.costs, load, tau, n, rows)
-                    found.append(
-                        {
-                            "method": candidate.name if n else "none",
-                            "n": n,
-                            "concurrency": rows,
-                            "context": round(load.context),
-                            "mix": mix,
-                            "tau": round(tau, 4),
-                            "tokens_per_second": round(speed, 3),
-                            "seconds_per_token": round(rows / speed, 6),
-                            "gain": round(speed / plain, 4),
-                            "gain_ci95": interval(rate(candidate.costs, load, resamples, n, rows) / plain),
-                        }
-                    )
-    return found  # fmt: skip
+                plain = max(rate(one.costs, load, 1.0, 0, rows) for one in candidates)
+                where = {"concurrency": rows, "context": round(load.context), "mix": mix}
+                found.append(_prediction("none", 0, where, 1.0, plain, plain, np.array([plain])))
+                for one in candidates:
+                    for n, (tau, resamples) in taus[one.name].items():
+                        speed, some = (rate(one.costs, load, each, n, rows) for each in (tau, resamples))
+                        found.append(_prediction(one.name, n, where, tau, speed, plain, some))
+    return found
+
+
+def _prediction(
+    method: str,
+    n: int,
+    where: Mapping[str, Any],
+    tau: float,
+    speed: float,
+    plain: float,
+    resamples: np.ndarray,
+) -> dict[str, Any]:
+    return {
+        "method": method,
+        "n": n,
+        **where,
+        "tau": round(tau, 4),
+        "tokens_per_second": round(speed, 3),
+        "seconds_per_token": round(where["concurrency"] / speed, 6),
+        "gain": round(speed / plain, 4),
+        "gain_ci95": interval(resamples / plain),
+    }
 
 
 def build(
@@ -198,15 +224,7 @@ def build(
     """plan.json: predictions, the pick at every load and in every domain, and where drafting stops to pay."""
     mix = shares(traffic, candidates[0].scored)
     mixes = {TRAFFIC: mix, **{domain: {domain: 1.0} for domain in mix}}
-    others = {context for context in config.contexts or () if context > load.answer / 2} - {
-        round(load.context)
-    }
-    loads = [load, *(Workload(context - load.answer / 2, load.answer) for context in sorted(others))]
-    predictions = [
-        line
-        for candidate in candidates
-        for line in predict(candidate, mixes, loads, config.concurrency, seed)
-    ]
+    predictions = predict(candidates, mixes, loads(config, load), config.concurrency, seed)
     here = [line for line in predictions if line["context"] == round(load.context)]
     served = [line for line in here if line["mix"] == TRAFFIC]
     static = _static(served)

@@ -11,10 +11,10 @@ from typing import Any
 
 from drafters.files import replace_file
 from eval.plan import TRAFFIC, Candidate
-from eval.report import as_png, html_table, image, page
+from eval.report import as_png, columns, html_table, image, page
 
 
-def _lines(result: Mapping[str, Any]) -> list[list[object]]:
+def _rows(result: Mapping[str, Any]) -> list[list[object]]:
     """A line a concurrency: the pick, its gain with interval, tokens a second without drafts and by N."""
     out: list[list[object]] = []
     for best in result["by_concurrency"]:
@@ -40,10 +40,7 @@ def _served(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def table(result: Mapping[str, Any]) -> str:
     """The plan for a terminal."""
-    block = [HEAD, *_lines(result)]
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*block, strict=True)]
-    lines = ["  ".join(str(c).ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in block]
-    return "\n".join([*lines, *_sentences(result)])
+    return "\n".join([*columns([HEAD, *_rows(result)]), *_sentences(result)])
 
 
 def _sentences(result: Mapping[str, Any]) -> list[str]:
@@ -83,7 +80,7 @@ def write(result: Mapping[str, Any], candidates: Sequence[Candidate], directory:
         "<h1>How many tokens to draft</h1>",
         *(f"<p>{html.escape(sentence)}</p>" for sentence in _sentences(result)),
         image(picture, "tokens a second over requests at once, a line an N"),
-        html_table(HEAD, _lines(result)),
+        html_table(HEAD, _rows(result)),
         "<h2>By domain</h2>",
         html_table(("domain", "method", "N", f"gain at {result['by_domain'][0]['concurrency']}"), domains),
         html_table([], [*facts.items()]),

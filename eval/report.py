@@ -210,9 +210,20 @@ def remarks(report: Mapping[str, Any]) -> list[str]:
             f"below break-even: {name}, tau {tau:.3f} at N = {n}; for one request on this machine drafting "
             f"pays from {row['break_even']:.3f} on"
         )
+    if report.get("languages"):
+        out.append("by language: " + ", ".join(f"{k} {x['tau']:.3f}" for k, x in report["languages"].items()))
     return out + [
         f"no round: {name} (first row {row}); answers need two tokens or more that are the target's own"
         for name, row in report["empty_domains"].items()
+    ]
+
+
+def columns(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Lines in which the cells stand below one another."""
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     ]
 
 
@@ -275,7 +286,7 @@ def _page(report: Mapping[str, Any], picture: bytes) -> str:
         lines.append([name, *counts, f"{row['tau']:.3f}", f"{low:.3f} to {high:.3f}", _share(row["loops"])])
         for key in ("survival", "conditional"):
             by_position.append([name, key, *(f"{x:.3f}" for x in row[key])])
-    facts = [(key, value) for key, value in report.items() if key not in ("domains", "overall", "counting")]
+    facts = [(key, value) for key, value in report.items() if key not in PARTS]
     return page(
         f"Acceptance of {report['drafter']}",
         "<h1>Acceptance by domain</h1>",
@@ -289,6 +300,8 @@ def _page(report: Mapping[str, Any], picture: bytes) -> str:
         html_table([], facts),
     )
 
+
+PARTS = ("domains", "overall", "counting", "languages", "sources")  # what stands in tables, or in words
 
 READ_AS = (
     "tau is the number of tokens committed per target pass, the bonus token included, pooled over rounds;\n"

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from drafters.files import replace_file
-from eval.report import as_png, html_table, image, page
+from eval.report import as_png, columns, html_table, image, page
 
 HEADER = (
     "model", "method", "dataset", "baseline_tok_s", "n", "speedup", "tok_s", "mean_acceptance_length",
@@ -29,10 +29,9 @@ HEADER = (
 )  # fmt: skip
 SEPARATOR = "|"
 
-# Standard deviations. Of a line a + b N, in rounds of plain decoding: over all sweeps, of a model and method
-# about those, of a panel about its own. In shares of the cost: of the steps that kernels make at some N,
-# alike in all panels of a model and method, and of the noise of one figure.
-LEVELS, SLOPES, STEPS, NOISE = (2.0, 0.5, 0.2), (0.2, 0.08, 0.02), 0.02, 0.03
+# Standard deviations of a line a + b N, in rounds of plain decoding: over all sweeps, of a model and method
+# about those, of a panel about its own; and of the noise of one figure, as a share of it.
+LEVELS, SLOPES, NOISE = (2.0, 0.5, 0.2), (0.2, 0.08, 0.02), 0.03
 TAIL = 6  # positions that say how acceptance goes on beyond the last measured one
 
 
@@ -170,7 +169,7 @@ def survival(known: Mapping[int, Sequence[float]], n: int) -> list[float]:
     below, above = min(near), max(near)
     logs = _further(_conditional(known[above]), n)
     if below < above:
-        shift = _conditional(known[below]) - logs[:below] if below <= len(logs) else np.zeros(1)
+        shift = _conditional(known[below]) - logs[:below]
         by_position = np.append(shift, np.full(max(0, len(logs) - len(shift)), shift.mean()))[: len(logs)]
         logs = logs + math.log(above / n) / math.log(above / below) * by_position
     return np.exp(np.minimum(logs, 0.0)[:n].cumsum()).tolist()
@@ -209,14 +208,11 @@ def predict(panels: Sequence[Panel]) -> list[dict[int, float]]:
     measured = [(p, n, rate) for p, panel in enumerate(panels) for n, rate in panel.measured.items()]
     seen = [(p, n) for p, n, _ in measured]
     cost = np.array([tau[p][n] * panels[p].baseline / rate for p, n, rate in measured])
-    steps = STEPS**2 * _alike(panels, seen, seen, same_n=True) * np.outer(cost, cost)
     noise = np.diag((NOISE * cost) ** 2)
-    weights = np.linalg.solve(_lines(panels, seen, seen) + steps + noise, cost)
+    weights = np.linalg.solve(_lines(panels, seen, seen) + noise, cost)
     found = []
     for p, panel in enumerate(panels):
-        at = [(p, point.n) for point in panel.points]
-        line = _lines(panels, at, seen) @ weights
-        line += STEPS**2 * line * (_alike(panels, at, seen, same_n=True) @ (cost * weights))
+        line = _lines(panels, [(p, point.n) for point in panel.points], seen) @ weights
         # A pass over more tokens is never cheaper, and none is cheaper than a plain round.
         costs = np.maximum.accumulate(np.maximum(line, 1.0))
         rates = {
@@ -233,17 +229,10 @@ Pairs = Sequence[tuple[int, int]]  # a panel and an N
 def _lines(panels: Sequence[Panel], some: Pairs, others: Pairs) -> np.ndarray:
     """Covariance of the lines at these pairs: shared by all, by a model and method, by a panel."""
     (panel_S, n_S), (panel_O, n_O) = np.array(some).T, np.array(others).T
-    alike = (1.0, _alike(panels, some, others), panel_S[:, None] == panel_O)
+    names = np.array([f"{panel.model}{SEPARATOR}{panel.method}" for panel in panels])
+    alike = (1.0, names[panel_S][:, None] == names[panel_O], panel_S[:, None] == panel_O)
     parts = zip(alike, LEVELS, SLOPES, strict=True)
     return sum(same * (level**2 + slope**2 * np.outer(n_S, n_O)) for same, level, slope in parts)
-
-
-def _alike(panels: Sequence[Panel], some: Pairs, others: Pairs, *, same_n: bool = False) -> np.ndarray:
-    """Whether two pairs are of one model and method, and, where asked for, of one N."""
-    (panel_S, n_S), (panel_O, n_O) = np.array(some).T, np.array(others).T
-    names = np.array([f"{panel.model}{SEPARATOR}{panel.method}" for panel in panels])
-    alike = names[panel_S][:, None] == names[panel_O]
-    return alike & (n_S[:, None] == n_O) if same_n else alike
 
 
 def plan(panels: Sequence[Panel]) -> dict[str, Any]:
@@ -268,18 +257,13 @@ def plan(panels: Sequence[Panel]) -> dict[str, Any]:
 
 def table(found: Mapping[str, Any]) -> str:
     """A line a panel: the pick, its gain over not drafting, and the rates by N; measured N have a star."""
-    block = [HEAD, *map(_line, found["panels"])]
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*block, strict=True)]
-    return "\n".join(
-        "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in block
-    )
+    return "\n".join(columns([HEAD, *map(_row_of, found["panels"])]))
 
 
 HEAD = ("model", "method", "dataset", "pick", "gain", "tokens a second by N")
 
 
-def _line(panel: Mapping[str, Any]) -> tuple[object, ...]:
+def _row_of(panel: Mapping[str, Any]) -> tuple[object, ...]:
     rates = "  ".join(
         f"{n}{'*' if n in panel['measured'] else ''}: {rate:.0f}" for n, rate in panel["predicted"].items()
     )
@@ -295,7 +279,7 @@ def write(found: Mapping[str, Any], out: Path) -> Path:
     parts = [
         "<h1>How many tokens to draft</h1>",
         "<p>Tokens a second by N as predicted; a star marks a measured N. Pick 0: do not draft.</p>",
-        html_table(HEAD, map(_line, found["panels"])),
+        html_table(HEAD, map(_row_of, found["panels"])),
         image(picture, "tokens a second over N, a picture a panel: predicted, measured, without drafts"),
     ]
     replace_file(file, json.dumps(found, indent=2).encode())

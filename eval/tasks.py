@@ -16,7 +16,7 @@ from drafters.types import Example
 from eval import calibrate, compare, counters, plan, plan_page, report, sweeps
 from eval import diagnose as diagnosis
 from eval.case import open_case
-from eval.costs import CostModel, cost_model, from_file
+from eval.costs import CONTEXTS, CostModel, cost_model, from_file
 from eval.evaluate import evaluate, held_out, numbers_of_drafts
 from eval.replay import paths
 from eval.runs import check_comparable, common_ns, load_runs, run_directory
@@ -124,21 +124,22 @@ def planned(run: Run) -> None:
     first = next(iter(chosen.values()))
     directory, target, drafter, held, out = _opened(replace(run, drafter=str(first)))
     load = plan.workload(run.plan, held)
+    plan.loads(run.plan, load)  # refused before anything is measured
     candidates = []
     for name, directory in chosen.items():
         drafter = drafter if directory == first else checkpoint.read(directory, target)
         accepted = evaluate(target, drafter, held, replace(run.eval, break_even=False), run.seed)
         accepted = {"target": accepted["target"], "drafter": str(directory), **accepted}
-        report.write(accepted, out if len(chosen) == 1 else out / name)
+        report.write(accepted, out if len(chosen) == 1 else out / name.replace("/", "-"))
         print(report.table(accepted))
         scored = [report.from_row(row) for row in accepted["conversations"]]
         if run.plan.points:
             _show_sweeps(plan.from_points(scored, run.eval.traffic, run.plan.points, name), out)
             return
-        costs = _costs(run, name, target, drafter, plan.contexts(run.plan, load))
+        costs = _costs(run, name, target, drafter)
         candidates.append(plan.Candidate(name, str(directory), scored, costs))
-    facts = {key: accepted[key] for key in ("target", "temperature", "dtype", "device")}
-    facts["costs"] = run.plan.costs or "measured on this machine with the engine of python -m serve"
+    facts = {key: accepted[key] for key in ("target", "temperature", "dtype")}
+    facts["costs"] = f"of the engine of python -m serve on {candidates[0].costs.machine}"
     found = plan.build(candidates, load, run.eval.traffic, run.plan, run.seed, **facts)
     found["vllm"] = _vllm_arguments(run, found)
     plan_page.write(found, candidates, out)
@@ -163,14 +164,22 @@ def _to_choose_from(run: Run) -> dict[str, Path]:
             raise ValueError(
                 f"runs=[{','.join(run.runs)}] {key}={given}: {key} is of one drafter; leave one out"
             )
-    return {Path(name).name: run_directory(name) / "drafter" for name in run.runs}
+    return {name: run_directory(name) / "drafter" for name in run.runs}
 
 
-def _costs(run: Run, name: str, target: Target, drafter: Drafter, contexts: list[int]) -> CostModel:
-    if run.plan.costs is not None:
-        return from_file(Path(run.plan.costs), name)
-    ns = numbers_of_drafts(run.eval, drafter)
-    return cost_model(target, drafter, max(run.plan.concurrency), ns, contexts)
+def _costs(run: Run, name: str, target: Target, drafter: Drafter) -> CostModel:
+    ns, most = numbers_of_drafts(run.eval, drafter), max(run.plan.concurrency)
+    if run.plan.costs is None:
+        return cost_model(target, drafter, most, ns, sorted({*CONTEXTS, *run.plan.contexts}))
+    found = from_file(Path(run.plan.costs), name, target)
+    table = found.rounds[0].drafting
+    for key, asked, known in (
+        ("plan.concurrency", most, table.rows[-1]),
+        ("eval.n", max(ns), table.columns[-1]),
+    ):
+        if asked > known:
+            raise ValueError(f"{key}={asked}: plan.costs={run.plan.costs} was measured up to {known}")
+    return found
 
 
 def _show_sweeps(found: dict[str, Any], out: Path) -> None:
@@ -192,14 +201,15 @@ def _vllm_arguments(run: Run, found: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         return {"why": str(error)}
     assert speculative is not None, given
+    words = []
     if len(method["schedule"]) > 1:
         speculative |= {
             "num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": method["schedule"]
         }  # fmt: skip
-    return {
-        "speculative_config": speculative,
-        "arguments": shlex.join(["--speculative-config", json.dumps(speculative)]),
-    }
+        # vLLM goes on with the last N at batches beyond the schedule, of which nothing is known.
+        words = ["--max-num-seqs", str(method["schedule"][-1][1])]
+    words = ["--speculative-config", json.dumps(speculative), *words]
+    return {"speculative_config": speculative, "arguments": shlex.join(words)}
 
 
 def diagnose(run: Run) -> None:

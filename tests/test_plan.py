@@ -6,14 +6,17 @@ import json
 import math
 import shutil
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from data.examples import examples as to_examples
 from data.examples import renderer
 from data.sources import DataConfig, read
 from drafters import checkpoint
 from drafters.target import HardwareConfig, load
+from drafters.types import Example
 from eval import costs as module
 from eval import plan
 from eval.costs import CostModel
@@ -25,6 +28,7 @@ from tests import tiny
 from tests.commands import CPU, command, refusal
 
 SIZES = (1, 2, 4, 8, 16)
+MADE_FOR = ("signature", "torch.float32", "a machine")
 
 
 def table(seconds, columns=(1, 2, 3, 5, 8), rows=SIZES) -> Table:
@@ -41,7 +45,7 @@ def model(*, at_context=(100, 300), per_token=0.01, per_context=1e-4) -> CostMod
         return Costs(table(step), table(lambda r, n: 0.1 + per_token * n), table(step, (1,)))
 
     reading = table(lambda _, tokens: 0.5 + tokens / 100, (16, 512), (1,))
-    return CostModel(at_context, tuple(costs(c) for c in at_context), reading, reading)
+    return CostModel(at_context, tuple(costs(c) for c in at_context), reading, reading, *MADE_FOR)
 
 
 def scored(name: str, domain: str, accepted: float, rounds: int = 100) -> Scored:
@@ -87,22 +91,28 @@ def test_costs_are_read_between_contexts_and_go_on_beyond():
 
 def test_a_longer_context_is_never_cheaper_whatever_was_measured():
     near, far = model().rounds
-    costs = replace(model(), rounds=(far, near))
-    assert costs.round(2, 2, 900) == costs.round(2, 2, 200) == far.round(2, 2)
+    costs = replace(model(), contexts=(100, 200, 300), rounds=(far, near, near))
+    assert costs.round(2, 2, 900) == costs.round(2, 2, 201) == costs.round(2, 2, 150) == far.round(2, 2)
 
 
 def test_costs_of_a_file_are_those_that_were_written(tmp_path):
     (tmp_path / "costs.json").write_text(json.dumps({"dflash": asdict(model())}))
-    assert module.from_file(tmp_path / "costs.json", "dflash") == model()
+    target = SimpleNamespace(signature="signature", dtype=torch.float32)
+    assert module.from_file(tmp_path / "costs.json", "dflash", target) == model()
     with pytest.raises(ValueError, match=r"no costs of eagle3"):
-        module.from_file(tmp_path / "costs.json", "eagle3")
+        module.from_file(tmp_path / "costs.json", "eagle3", target)
+    for key, value in (("signature", "another"), ("dtype", torch.bfloat16)):
+        with pytest.raises(ValueError, match=f"{value}; leave plan.costs out"):
+            module.from_file(
+                tmp_path / "costs.json", "dflash", SimpleNamespace(**{**vars(target), key: value})
+            )
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"dflash": {"contexts": [1], "rounds": []}}', "null"])
 def test_a_file_without_costs_is_refused(tmp_path, text):
     (tmp_path / "costs.json").write_text(text)
     with pytest.raises(ValueError, match=r"plan.costs=.*costs.json"):
-        module.from_file(tmp_path / "costs.json", "dflash")
+        module.from_file(tmp_path / "costs.json", "dflash", None)
 
 
 def test_costs_are_measured_at_every_context_once_and_kept(tmp_path, monkeypatch):
@@ -114,6 +124,7 @@ def test_costs_are_measured_at_every_context_once_and_kept(tmp_path, monkeypatch
     assert costs.rounds[0].steps.columns == (1, 2, 4)
     assert costs.rounds[1].drafting.columns == (1, 3)
     assert costs.reading.columns == module.PROMPTS
+    assert (costs.target, costs.dtype) == (target.signature, "torch.float32")
     monkeypatch.setattr(module, "measure", None)
     assert module.cost_model(target, drafter, 2, [1, 3], [8, 20]) == costs
     with pytest.raises(TypeError):
@@ -121,6 +132,21 @@ def test_costs_are_measured_at_every_context_once_and_kept(tmp_path, monkeypatch
 
 
 # Predicting ---------------------------------------------------------------------------------------
+
+
+def test_every_turn_of_a_conversation_is_a_request_of_its_own():
+    """Fifty tokens are answered by fifty, twice: the second prompt holds all that was said before."""
+    mask = ([False] * 50 + [True] * 50) * 2
+    one = Example([9] * 200, mask, "chat", "row")
+    assert plan.workload(PlanConfig(), [one]) == Workload(100, 50)
+    assert plan.workload(PlanConfig(prompt_tokens=7, answer_tokens=9), [one]) == Workload(7, 9)
+
+
+def test_an_interval_does_not_hang_on_the_order_of_conversations():
+    mix = {"math": 0.5, "chat": 0.5}
+    turned = replace(candidate(), scored=[*SOME[:5], *SOME[:4:-1]])
+    wide, other = (plan.mixed_taus(one, mix, 0)[4][1].std() for one in (candidate(), turned))
+    assert other == pytest.approx(wide, rel=0.15)
 
 
 def test_tokens_a_second_are_those_of_a_clock():
@@ -153,6 +179,11 @@ def test_predictions_are_made_for_every_mix_context_concurrency_and_number_of_dr
     assert line["seconds_per_token"] == pytest.approx(4 / line["tokens_per_second"], rel=1e-3)
     low, high = line["gain_ci95"]
     assert low < line["gain"] < high
+
+
+def test_a_context_that_an_answer_does_not_fit_in_is_refused():
+    with pytest.raises(ValueError, match=r"plan.contexts=\[20\]: answers of 101 tokens are at 52 or more"):
+        built(PlanConfig(contexts=[20, 300]))
 
 
 # Picking ------------------------------------------------------------------------------------------
@@ -208,10 +239,11 @@ def test_two_drafters_share_a_plan():
     result = plan.build([weak, candidate()], LOAD, {}, PlanConfig(concurrency=[1]), 0)
     assert result["by_concurrency"][0]["method"] == "dflash"
     assert set(result["methods"]) == {"dflash", "eagle3"}
+    assert [x["method"] for x in result["predictions"] if x["mix"] == TRAFFIC].count("none") == 1
 
 
 def test_a_share_of_traffic_moves_the_plan_and_must_be_known():
-    all_math = built(traffic={"math": 2.0, "chat": 0.0})
+    all_math = built(traffic={"math": 2.0})
     assert all_math["traffic"] == {"math": 1.0}
     assert all_math["by_concurrency"][0]["gain"] > built()["by_concurrency"][0]["gain"]
     with pytest.raises(ValueError, match=r"eval.traffic: nothing was drafted in law; .* math, chat"):
@@ -267,6 +299,11 @@ def drafted(workshop, tmp_path_factory):
     return directory
 
 
+def but(asked: list[str], *more: str) -> list[str]:
+    """The arguments with some replaced."""
+    return list({text.split("=")[0]: text for text in [*asked, *more]}.values())
+
+
 @pytest.fixture
 def asked(workshop, drafted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -292,25 +329,31 @@ def test_the_command_leaves_a_plan_with_its_evidence(asked, tmp_path, capsys):
     assert again["predictions"] == result["predictions"]
 
 
-def test_costs_that_favour_drafting_give_arguments_for_vllm(asked, drafted, tmp_path, capsys):
+def test_costs_that_favour_drafting_give_arguments_for_vllm(asked, drafted, workshop, tmp_path, capsys):
     """A batch size has its own number of drafts; the method and the directory are this drafter's."""
 
     def step(rows, tokens):
-        return max(1.0, rows * tokens / 2) if tokens > 1 else 1.0
+        return 1.0 if rows == 1 else rows * tokens
 
     cheap = Costs(
         table(step, (1, 2, 5), (1, 2)), table(lambda r, n: 1e-6, (1, 4), (1, 2)), table(step, (1,), (1, 2))
     )
     reading = table(lambda _, t: t / 1e6, (16, 512), (1,))
-    (tmp_path / "costs.json").write_text(
-        json.dumps({"dflash": asdict(CostModel((10,), (cheap,), reading, reading))})
-    )
+    signature = load(str(workshop / "target"), HardwareConfig(dtype="float32", device="cpu")).signature
+    costs = CostModel((10,), (cheap,), reading, reading, signature, "torch.float32", "a machine")
+    (tmp_path / "costs.json").write_text(json.dumps({"dflash": asdict(costs)}))
     assert command("eval", *asked, "plan.costs=costs.json") == 0
     result = json.loads((tmp_path / "plan" / "plan.json").read_text())
     given = result["vllm"]
     assert given["speculative_config"]["model"] == str(drafted)
     assert given["speculative_config"]["method"] == "dflash"
+    assert given["speculative_config"]["num_speculative_tokens"] == 4
+    assert given["speculative_config"]["num_speculative_tokens_per_batch_size"] == [[1, 1, 4], [2, 2, 0]]
     assert json.dumps(given["speculative_config"]) in given["arguments"]
+    assert given["arguments"].endswith("--max-num-seqs 2"), "of larger batches nothing is known"
+    assert "plan.concurrency=4: plan.costs=costs.json was measured up to 2" in refusal(
+        capsys, "eval", *but(asked, "plan.concurrency=[4]"), "plan.costs=costs.json"
+    )
 
 
 def test_the_drafters_of_runs_are_planned_together(asked, drafted, tmp_path, capsys):

@@ -90,17 +90,6 @@ def test_other_models_and_methods_do_not_bend_a_line():
     assert found == pytest.approx(rates(whole), rel=0.03)
 
 
-def test_a_step_that_all_panels_of_a_method_show_is_believed():
-    """N=3 costs a tenth more in each of four sets: a kernel, not noise."""
-    some = [
-        panel(lambda n: (1.2 + 0.15 * n) * (1.1 if n == 3 else 1), name=("m", "M", f"{i}")) for i in range(4)
-    ]
-    found = sweeps.predict(some)[0]
-    line = sweeps.predict([panel()])[0]
-    assert found[3] < 0.97 * line[3]
-    assert found[6] == pytest.approx(line[6], rel=0.02)
-
-
 def test_more_drafts_never_make_a_round_cheaper_and_none_is_cheaper_than_a_plain_one():
     falls = panel(lambda n: 1.6 - 0.2 * n, ns=(1, 2, 3, 4, 5))
     (found,) = sweeps.predict([partly(falls, 1, 3)])
