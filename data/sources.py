@@ -160,8 +160,10 @@ def row_of(index: int, where: str, value: Any) -> Row:
 
 def _objects(path: str, split: str) -> Iterator[tuple[str, Any]]:
     """(where, object or Skip) of every row; rows that name another split are left out unnumbered."""
-    there = Path(path).expanduser().exists()
+    there = bool(path) and Path(path).expanduser().exists()
     parts = [] if there else path.split("+") if "+" in path else sets.members(path)
+    if not path or not all(parts):
+        raise ValueError(f"data.path={path}: an empty name; give files, sets or dataset names, joined by +")
     if len(parts) > 1:
         return (pair for part in parts for pair in _some(part, split))
     if parts:

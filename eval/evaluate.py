@@ -181,6 +181,8 @@ def numbers_of_drafts(settings: EvalConfig, proposer: Proposer | None) -> list[i
         raise ValueError(f"eval.mode=replay: {what} is not replayed; write eval.mode=rollout")
     if settings.drafts == "sampled" and not isinstance(proposer, Drafter):
         raise ValueError("eval.drafts=sampled: what is looked up has no law to draw from; leave it out")
+    if settings.n == []:
+        raise ValueError("eval.n=[]: give numbers of drafts, or null for all")
     if proposer is None:
         return [0]
     most, trained = proposer.max_drafts, isinstance(proposer, Drafter)

@@ -26,7 +26,7 @@ from eval import sweeps
 from eval.costs import CostModel
 from eval.replay import answers
 from eval.report import Scored, interval, resampled
-from eval.sweeps import Panel, Point
+from eval.sweeps import FAR, Panel, Point
 
 SCHEMA_VERSION = 1
 TRAFFIC = "traffic"  # the mix of domains that is served
@@ -66,8 +66,10 @@ def _check_points(points: Mapping[int, float]) -> None:
             f"plan.points={dict(points)}: give tokens a second of 0 (no drafts) and of two N or more"
         )
     for n, rate in points.items():
-        if n < 0 or not 0 < rate < math.inf:
-            raise ValueError(f"plan.points: {rate} tokens a second at N={n}; both are numbers above 0")
+        if n < 0 or not 0 < rate < math.inf or not 1 / FAR < rate / points[0] < FAR:
+            raise ValueError(
+                f"plan.points: {rate} tokens a second at N={n}, {points[0]} at 0; give measured ones"
+            )
 
 
 # What is known -----------------------------------------------------------------------------------
@@ -140,6 +142,15 @@ def shares(traffic: Mapping[str, float], scored: Sequence[Scored]) -> dict[str, 
             f"{', '.join(tokens)}"
         )
     return {domain: share / sum(given.values()) for domain, share in given.items()}
+
+
+def check_domains(traffic: Mapping[str, float], held: Sequence[Example]) -> None:
+    """``ValueError`` for shares of domains that no conversation is of."""
+    known = {example.domain for example in held}
+    if unknown := [domain for domain in traffic if domain not in known]:
+        raise ValueError(
+            f"eval.traffic: no conversation is of {', '.join(unknown)}; there are {', '.join(sorted(known))}"
+        )
 
 
 def mixed_taus(

@@ -86,7 +86,7 @@ def write(result: Mapping[str, Any], candidates: Sequence[Candidate], directory:
         html_table([], [*facts.items()]),
     ]
     for name, content in (
-        ("plan.json", json.dumps(result, indent=2).encode()),
+        ("plan.json", json.dumps(result, indent=2, allow_nan=False).encode()),
         ("costs.json", json.dumps({one.name: asdict(one.costs) for one in candidates}, indent=2).encode()),
         ("plan.png", picture),
         ("plan.html", page("How many tokens to draft", *parts).encode()),

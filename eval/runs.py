@@ -71,6 +71,8 @@ def _load(name: str, directory: Path, data: str) -> Compared:
     ]
     seen: Counter[str] = Counter()
     by_key = {}
+    if "tau_by_n" not in found.get("overall", {}):
+        raise ValueError(f"{where / 'report.json'} has no overall.tau_by_n; {remedy}")
     for row in rows:
         by_key[row.prompt, seen[row.prompt]] = row
         seen[row.prompt] += 1
@@ -136,6 +138,8 @@ def trained(name: str, directory: Path) -> dict[str, int | float]:
     remedy = "copy the run again"
     lines = [_json(line, path, remedy) for line in path.read_text().splitlines()]
     windows = [line for line in lines if line.get("tokens_per_second")]
+    if lacking := [key for line in windows for key in ("step", "tokens") if key not in line]:
+        raise ValueError(f"run {name}: {path} has a line without {lacking[0]}; {remedy}")
     if not windows:
         raise ValueError(f"run {name}: {path} tells of no step; train it first")
     return {

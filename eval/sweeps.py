@@ -32,6 +32,7 @@ SEPARATOR = "|"
 # Standard deviations of a line a + b N, in rounds of plain decoding: over all sweeps, of a model and method
 # about those, of a panel about its own; and of the noise of one figure, as a share of it.
 LEVELS, SLOPES, NOISE = (2.0, 0.5, 0.2), (0.2, 0.08, 0.02), 0.03
+MOST, FAR = 256, 1000.0  # drafts, and times the baseline, beyond which a row is a mistake
 TAIL = 6  # positions that say how acceptance goes on beyond the last measured one
 
 
@@ -66,14 +67,19 @@ class Panel:
 def read(path: Path) -> list[Panel]:
     """The panels of a file. Errors: ``ValueError`` naming the row that is missing something or impossible."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"observed={path}: {error}; name a file of text") from error
     table = csv.reader(lines, delimiter=SEPARATOR)
-    head = next(table, [])
+    try:
+        rows = [(f"{path}:{table.line_num}", [cell.strip() for cell in row]) for row in table if row]
+    except csv.Error as error:
+        raise ValueError(f"{path}:{table.line_num}: {error}") from error
+    _, head = rows.pop(0) if rows else ("", [])
     if tuple(head) != HEADER:
-        raise ValueError(f"{path}:1: the header is {SEPARATOR.join(head)!r}; write {SEPARATOR.join(HEADER)}")
-    rows = [(f"{path}:{table.line_num}", row) for row in table if row]
+        lacking = [name for name in HEADER if name not in head]
+        why = f"no column {', '.join(lacking)}" if lacking else "columns in another order, or more of them"
+        raise ValueError(f"{path}:1: {why}; the header is {SEPARATOR.join(HEADER)}")
     if not rows:
         raise ValueError(f"{path} holds no row below its header")
     found: dict[tuple[str, str, str], list[tuple[str, float, Point]]] = {}
@@ -90,10 +96,15 @@ def _row(where: str, row: Sequence[str]) -> tuple[tuple[str, str, str], float, P
     if lacking := [key for key in ("model", "method", "dataset") if not given[key]]:
         raise ValueError(f"{where}: no {lacking[0]}")
     baseline = _number(where, "baseline_tok_s", given["baseline_tok_s"])
-    n = _number(where, "n", given["n"])
-    if n != int(n):
-        raise ValueError(f"{where}: n={given['n']}; give a whole number of drafts from 1")
+    n = _number(where, "n", given["n"], 0)
+    if n != int(n) or not 1 <= n <= MOST:
+        raise ValueError(
+            f"{where}: n={given['n']}; give a whole number of drafts from 1 to {MOST}; what was measured "
+            "without drafts stands in baseline_tok_s"
+        )
     rate = _number(where, "tok_s", given["tok_s"]) if given["tok_s"] else None
+    if rate is not None and not 1 / FAR < rate / baseline < FAR:
+        raise ValueError(f"{where}: tok_s={rate:g} is {rate / baseline:g} times the baseline {baseline:g}")
     survival = tuple(_number(where, "survival_per_position", x, 0) for x in given[HEADER[-1]].split())
     point = Point(int(n), rate, survival)
     _check(where, point, given, baseline)
@@ -105,9 +116,10 @@ def _number(where: str, key: str, text: str, least: float | None = None) -> floa
     try:
         value = float(text)
     except ValueError as error:
-        raise ValueError(f"{where}: {key}={text!r} is no number") from error
+        raise ValueError(f"{where}: {key}={text!r} is no number; write it with digits and a point") from error
     if not math.isfinite(value) or (value <= 0 if least is None else value < least):
-        raise ValueError(f"{where}: {key}={text} is impossible; give a number above 0, or leave the row out")
+        right = "a number above 0" if least is None else f"{least:g} or more"
+        raise ValueError(f"{where}: {key}={text} is impossible; give {right}, or leave the row out")
     return value
 
 
@@ -126,10 +138,13 @@ def _check(where: str, point: Point, given: Mapping[str, str], baseline: float) 
         "speedup": (point.rate / baseline if point.rate else None, 0.03),
         "mean_acceptance_length": (1 + sum(curve) if curve else None, 0.05),
     }
+    percent = given["acceptance_rate_pct"]
+    if percent and _number(where, "acceptance_rate_pct", percent, 0) > 100:
+        raise ValueError(f"{where}: acceptance_rate_pct={percent} is more than all")
     for key, (other, tolerance) in stated.items():
-        if given[key] and other is not None:
+        if given[key]:
             value = _number(where, key, given[key])
-            if abs(value / other - 1) > tolerance:
+            if other is not None and abs(value / other - 1) > tolerance:
                 raise ValueError(f"{where}: {key}={given[key]}, but the other columns make it {other:.2f}")
 
 
@@ -282,7 +297,7 @@ def write(found: Mapping[str, Any], out: Path) -> Path:
         html_table(HEAD, map(_row_of, found["panels"])),
         image(picture, "tokens a second over N, a picture a panel: predicted, measured, without drafts"),
     ]
-    replace_file(file, json.dumps(found, indent=2).encode())
+    replace_file(file, json.dumps(found, indent=2, allow_nan=False).encode())
     replace_file(file.with_suffix(".png"), picture)
     replace_file(file.with_suffix(".html"), page("How many tokens to draft", *parts).encode())
     return file

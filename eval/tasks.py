@@ -107,6 +107,8 @@ def compare_runs(run: Run) -> None:
     first = found[0]
     name = first.record["settings"]["target"] if run.target == EMBEDDED else run.target
     target = load(name, checkpoint.hardware_for(first.drafter, run.hardware))
+    if target.signature != first.report["target_signature"]:
+        raise ValueError(f"target={name}: the runs were scored on another one, {first.report['target']}")
     costs = [compare.measure(target, one, common_ns(found)) for one in found]
     result = compare.build(found, costs, run.seed, run.eval.traffic)
     out = Path(run.out or "compare")
@@ -118,13 +120,26 @@ def compare_runs(run: Run) -> None:
 def planned(run: Run) -> None:
     """What to deploy at which load, of ``drafter=``, of ``runs=[...]`` or of ``observed=``."""
     if run.observed is not None:
+        for key, given in (("drafter", run.drafter), ("runs", run.runs)):
+            if given:
+                raise ValueError(
+                    f"observed={run.observed} {key}={given}: a sweep is planned alone; leave one out"
+                )
         _show_sweeps(sweeps.plan(sweeps.read(Path(run.observed))), Path(run.out or "plan"))
         return
     chosen = _to_choose_from(run)
     first = next(iter(chosen.values()))
     directory, target, drafter, held, out = _opened(replace(run, drafter=str(first)))
     load = plan.workload(run.plan, held)
-    plan.loads(run.plan, load)  # refused before anything is measured
+    most = target.config.max_position_embeddings - numbers_of_drafts(run.eval, drafter)[-1]
+    if run.plan.contexts and max(run.plan.contexts) > most:
+        raise ValueError(
+            f"plan.contexts={run.plan.contexts}: the target has room for {most} tokens and drafts"
+        )
+    plan.loads(run.plan, load)  # what cannot be is refused before anything is measured
+    plan.check_domains(run.eval.traffic, held)
+    if run.plan.costs is not None:
+        _costs(run, next(iter(chosen)), target, drafter)
     candidates = []
     for name, directory in chosen.items():
         drafter = drafter if directory == first else checkpoint.read(directory, target)

@@ -47,6 +47,7 @@ def perform(config: DictConfig, tasks: Mapping[str, Task], default: str) -> None
     """Do the task that ``config`` names, with its settings as objects."""
     with in_one_message():  # before Hydra, which would print all overrides above ours
         _refuse_additions(config)
+        _refuse_two_mixes()
         run = cast(Run, OmegaConf.to_object(config))
         name = run.task or default
         if name not in tasks:
@@ -65,7 +66,13 @@ def in_one_message() -> Iterator[None]:
             raise
         print(f"error: {explain(error)}", file=sys.stderr)
         sys.exit(1)
-    except (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError) as error:
+    except (
+        PermissionError,
+        IsADirectoryError,
+        NotADirectoryError,
+        FileExistsError,
+        FileNotFoundError,
+    ) as error:
         if os.environ.get("FOREDRAFT_TRACEBACK") or error.filename is None:
             raise
         print(f"error: {error.filename}: {error.strerror}; name another file or directory", file=sys.stderr)
@@ -101,6 +108,18 @@ def _refuse_additions(node: DictConfig, prefix: str = "") -> None:
             raise ValueError(f"+{prefix}{key}: there is no such key.{_nearest(prefix + key, known_keys())}")
         if not OmegaConf.is_missing(node, key) and is_dataclass(OmegaConf.get_type(node, key)):
             _refuse_additions(node[key], f"{prefix}{key}.")
+
+
+def _refuse_two_mixes() -> None:
+    """``data/mix=`` beside ``data.weights=``: Hydra would add the domains of one to those of the other."""
+    if not HydraConfig.initialized():
+        return
+    given = [text for text in HydraConfig.get().overrides.task if text.lstrip("+").startswith(MIXES)]
+    if len({text.lstrip("+").split("=")[0].split(".")[0] for text in given}) > 1:
+        raise ValueError(f"{' '.join(given)}: both say what to train on; leave one out")
+
+
+MIXES = ("data/mix=", "data.weights=", "data.weights.")
 
 
 def recipe_name() -> str | None:

@@ -18,7 +18,7 @@ from drafters import checkpoint
 from drafters.target import HardwareConfig, load
 from drafters.types import Example
 from eval import costs as module
-from eval import plan
+from eval import plan, tasks
 from eval.costs import CostModel
 from eval.plan import TRAFFIC, Candidate, PlanConfig, Workload
 from eval.replay import Counts
@@ -376,6 +376,21 @@ def test_points_come_by_the_command_line(asked, tmp_path, capsys):
     assert command("eval", *asked, "eval.n=null", "plan.points={0: 50, 1: 60, 3: 70}", traffic) == 0
     (panel,) = json.loads((tmp_path / "plan" / "plan.json").read_text())["panels"]
     assert list(panel["predicted"]) == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("eval.n=[]", "eval.n=[]: give numbers"),
+        ("eval.traffic={law: 1}", "no conversation is of law; there are chat, code"),
+        ("plan.contexts=[100000]", "the target has room for"),
+        ("plan.costs=gone.json", "no costs of dflash"),
+        ("plan.points={0: 1e300, 1: 1, 4: 1}", "give measured ones"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_scored(asked, more, words, monkeypatch, capsys):
+    monkeypatch.setattr(tasks, "evaluate", None)
+    assert words in refusal(capsys, "eval", *but(asked, more))
 
 
 def test_a_number_of_drafts_beyond_the_block_is_refused(asked, capsys):

@@ -167,6 +167,15 @@ def test_what_was_written_is_read(tmp_path):
         assert [p.n for p in got.points] == [p.n for p in want.points]
 
 
+def test_what_a_spreadsheet_adds_is_no_part_of_a_cell(tmp_path):
+    """A mark at the beginning, spaces around cells, other line ends."""
+    file = written(tmp_path, [panel()])
+    found = sweeps.read(file)
+    text = file.read_text().replace("|", " | ").replace("\n", "\r\n")
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert sweeps.read(file) == found
+
+
 @pytest.mark.parametrize(
     ("other", "words"),
     [
@@ -176,7 +185,12 @@ def test_what_was_written_is_read(tmp_path):
         ({"tok_s": "fast"}, "tok_s='fast' is no number"),
         ({"baseline_tok_s": ""}, "baseline_tok_s='' is no number"),
         ({"baseline_tok_s": "999"}, "baseline_tok_s=999, but 1000"),
-        ({"n": "0"}, "n=0 is impossible"),
+        ({"n": "0"}, "without drafts stands in baseline_tok_s"),
+        ({"n": "1000000000000"}, "give a whole number of drafts from 1 to"),
+        ({"n": "1e308"}, "give a whole number of drafts from 1 to"),
+        ({"tok_s": "1e-300"}, "times the baseline"),
+        ({"acceptance_rate_pct": "350"}, "acceptance_rate_pct=350 is more than all"),
+        ({"tok_s": "", "survival_per_position": "", "speedup": "fast"}, "speedup='fast' is no number"),
         ({"n": "2.5"}, "n=2.5; give a whole number"),
         ({"n": "1", "survival_per_position": ".9", "mean_acceptance_length": ""}, "n=1 of m Method set"),
         ({"survival_per_position": ".9 .8"}, "2 survivals for n=7"),
@@ -210,7 +224,13 @@ def test_a_file_that_is_no_sweep_is_refused(tmp_path):
     with pytest.raises(ValueError, match="No such file"):
         sweeps.read(file)
     file.write_text("model,method\n")
-    with pytest.raises(ValueError, match=r"sweep.csv:1: the header is 'model,method'"):
+    with pytest.raises(ValueError, match=r"sweep.csv:1: no column model, method, dataset"):
+        sweeps.read(file)
+    file.write_text("|".join(HEADER[::-1]) + "\n")
+    with pytest.raises(ValueError, match=r"sweep.csv:1: columns in another order"):
+        sweeps.read(file)
+    file.write_text("|".join(HEADER) + "\n" + "x" * 200_000 + "\n")
+    with pytest.raises(ValueError, match=r"sweep.csv:2: field larger"):
         sweeps.read(file)
     file.write_text("|".join(HEADER) + "\n\n")
     with pytest.raises(ValueError, match="holds no row"):
@@ -223,3 +243,5 @@ def test_a_file_that_is_no_sweep_is_refused(tmp_path):
 def test_the_command_refuses_with_the_row(tmp_path, capsys):
     file = written(tmp_path, [panel()], tok_s="0")
     assert f"{file}:8: tok_s=0" in refusal(capsys, "eval", "task=plan", f"observed={file}")
+    both = refusal(capsys, "eval", "task=plan", f"observed={file}", "drafter=DIR")
+    assert "a sweep is planned alone" in both
