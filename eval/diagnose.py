@@ -1,6 +1,6 @@
 """``python -m eval task=diagnose run=DIR``: why a drafter accepts little: checks and a likely cause.
 
-Checks are in eval/checks.py, what they look at in eval/case.py. The first fault is the likely cause; without
+Checks are functions of what eval/case.py reads, in four modules. The first fault is the likely cause; without
 one it is the first thing that is suspicious.
 """
 
@@ -13,13 +13,35 @@ from pathlib import Path
 from typing import Any
 
 from drafters.files import replace_file
+from eval import drafter_checks, row_checks, state_checks, weakness
 from eval.case import Case
-from eval.checks import CHECKS, Verdict
 from eval.report import as_png, html_table, image, page
 from eval.trials import Trial
+from eval.verdict import Check, Verdict
 
 SCHEMA_VERSION = 1
-ORDER = ("fault", "suspicious")
+CHECKS: dict[str, Check] = {  # in the order in which one fault hides another
+    "target": row_checks.target,
+    "template": row_checks.template,
+    "mask": row_checks.mask,
+    "answers": row_checks.answers,
+    "states": state_checks.states,
+    "number range": state_checks.number_range,
+    "last state": state_checks.last_state,
+    "layer ids": state_checks.layer_ids,
+    "context": state_checks.context,
+    "rope": drafter_checks.rope,
+    "layout": drafter_checks.layout,
+    "vocabulary map": drafter_checks.vocabulary_map,
+    "vocabulary": drafter_checks.vocabulary,
+    "mask token": drafter_checks.mask_token,
+    "as exported": drafter_checks.as_exported,
+    "as taught": drafter_checks.as_taught,
+    "training": weakness.training,
+    "position decay": weakness.position_decay,
+    "domain gap": weakness.domain_gap,
+    "drafts a round": weakness.drafts_a_round,
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +58,8 @@ def examine(case: Case) -> list[Finding]:
 
 def likely(findings: Sequence[Finding]) -> Finding | None:
     """The likely cause: the first fault, else the first thing that is suspicious."""
-    return next((one for kind in ORDER for one in findings if one.verdict == kind), None)
+    found = (one for kind in ("fault", "suspicious") for one in findings if one.verdict == kind)
+    return next(found, None)
 
 
 def build(case: Case, findings: Sequence[Finding]) -> dict[str, Any]:

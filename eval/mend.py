@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from drafters.target import Target
 from eval import evidence
 
 WEIGHTS = "model.safetensors"
+ROPE = ("rope_parameters", "rope_theta", "rope_scaling")  # under their new name, and the old ones
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ def _read(mend: Mend, directory: Path, target: Target) -> Drafter | None:
     with TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps(mend.config))
         if mend.tensors is None:
-            for path in directory.resolve().glob("*.safetensors*"):
-                (Path(scratch) / path.name).symlink_to(path)
+            for path in directory.resolve().iterdir():
+                if path.name != "config.json":
+                    (Path(scratch) / path.name).symlink_to(path)
         else:
             save_file(mend.tensors, Path(scratch) / WEIGHTS)
         try:
@@ -93,19 +95,11 @@ def _read(mend: Mend, directory: Path, target: Target) -> Drafter | None:
 
 
 def _mends(found: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> Iterator[Mend]:
-    """Every change that applies; those of config.json are of our own layout."""
+    """Every change that applies."""
     yield from _vocabulary(found, tensors, target)
-    for of in (_layer_ids, _rope, _layout, _mask_token) if "speculators_model_type" in found else ():
-        try:
+    for of in (_layer_ids, _rope, _layout, _mask_token):
+        with suppress(KeyError):  # a field that this change needs is not there, or of another layout
             yield from of(found, target)
-        except KeyError:  # a field that this change needs is not there
-            continue
-
-
-def _edited(found: dict[str, Any], change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    out = copy.deepcopy(found)
-    change(out)
-    return out
 
 
 def _layer_ids(found: dict[str, Any], target: Target) -> Iterator[Mend]:
@@ -119,18 +113,17 @@ def _layer_ids(found: dict[str, Any], target: Target) -> Iterator[Mend]:
 
 
 def _rope(found: dict[str, Any], target: Target) -> Iterator[Mend]:
-    layers = found["transformer_layer_config"]
+    ours = "transformer_layer_config" in found
+    layers = found["transformer_layer_config"] if ours else found
     right = draft_shape(target, layers["num_hidden_layers"], layers.get("sliding_window")).rope_parameters
-    names = ("rope_parameters", "rope_theta", "rope_scaling")
-    stored = {name: layers[name] for name in names if name in layers}
-    if stored != {"rope_parameters": right}:
-        kept = {key: value for key, value in layers.items() if key not in names}
-        yield Mend(
-            "rope",
-            f"config.json has {stored or 'no rope_parameters'}, the target's are {right}",
-            "put the target's rope_parameters into transformer_layer_config, or export the run again",
-            found | {"transformer_layer_config": {**kept, "rope_parameters": right}},
-        )
+    stored = {name: layers[name] for name in ROPE if name in layers}
+    mended = {key: value for key, value in layers.items() if key not in ROPE} | {"rope_parameters": right}
+    yield Mend(
+        "rope",
+        f"config.json has {stored or 'no rope_parameters'}, the target's are {right}",
+        "put the target's rope_parameters into config.json, or export the run again",
+        found | {"transformer_layer_config": mended} if ours else mended,
+    )
 
 
 def _layout(found: dict[str, Any], target: Target) -> Iterator[Mend]:
@@ -178,15 +171,16 @@ def _beginnings(weight_ND: Tensor) -> list[tuple[float, ...]]:
 
 
 def _mask_token(found: dict[str, Any], target: Target) -> Iterator[Mend]:
-    token, recorded = found["mask_token_id"], found.get("foredraft", {}).get("evidence", {}).get("fields", {})
-    was = recorded.get("mask_token_id")
-    for right in [i for i in range(target.vocab_size) if evidence.digest(i) == was] or [
-        choose_mask_token(BlockConfig(), target)
-    ]:
+    ours = "mask_token_id" in found
+    token = (found if ours else found["dflash_config"])["mask_token_id"]
+    was = found.get("foredraft", {}).get("evidence", {}).get("fields", {}).get("mask_token_id")
+    known = [i for i in range(target.vocab_size) if evidence.digest(i) == was]
+    for right in known or [choose_mask_token(BlockConfig(), target)]:
+        put = {"mask_token_id": right}
         yield Mend(
             "mask token",
             f"mask_token_id={token} starts, ends or pads text of the target"
-            + ("" if was is None else f"; at the export it was {right}"),
+            + (f"; at the export it was {right}" if known else ""),
             "name the token that the drafter was trained with, one that no answer holds",
-            found | {"mask_token_id": right},
+            found | (put if ours else {"dflash_config": found["dflash_config"] | put}),
         )

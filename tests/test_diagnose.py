@@ -25,7 +25,6 @@ from drafters.types import Example, States
 from drafters.vocab import DraftVocab
 from eval import alternatives, diagnose
 from eval.case import open_case
-from eval.checks import CHECKS
 from recipes.schema import Run
 from tests import runs, tiny
 from tests.commands import CPU, command, refusal
@@ -513,7 +512,7 @@ def test_the_command_leaves_a_table_a_file_and_a_page(here, capsys):
     assert "likely cause: rope (runs/dflash/drafter/config.json): config.json has" in out
     where = Path("runs/dflash/report-diagnose")
     result = json.loads((where / "diagnose.json").read_text())
-    assert [one["check"] for one in result["findings"]] == list(CHECKS)
+    assert [one["check"] for one in result["findings"]] == list(diagnose.CHECKS)
     assert {one["verdict"] for one in result["findings"]} <= {"ok", "suspicious", "fault", "not asked"}
     page = (where / "diagnose.html").read_text()
     assert "<img" in page
