@@ -18,7 +18,7 @@ from torch import Tensor
 from data.capture import capture
 from data.sources import DataConfig
 from data.store import Spec, Store
-from drafters import block, vocab
+from drafters import block, formats, vocab
 from drafters.files import replace_file
 from drafters.target import HardwareConfig, Target, load
 from drafters.types import Example, States
@@ -29,7 +29,7 @@ from recipes.schema import Run
 from tests import runs, tiny
 from tests.commands import CPU, command, refusal
 from train.job import run_training
-from train.rows import load_data
+from train.rows import Loaded, load_data
 
 THINKING = tiny.CHATML.replace(
     "{{ '<|assistant|>' }}", "{{ '<|assistant|>' }}{% if enable_thinking %}{{ '<think>' }}{% endif %}"
@@ -76,7 +76,16 @@ def works(tmp_path_factory) -> Path:
         tiny.write_rows(where / "rows.jsonl", tiny.answered_rows(of, 10, num=16))
         for method in OF_METHOD:
             trained(method, method=method)
+        some = examples()
+        theirs = tiny.trained(some.target, some.train, 60, layer_ids=[1, 3], num_layers=2, mask_token=3)
+        formats.write_as(theirs, Path("theirs"), "zlab")
     return where
+
+
+def examples() -> Loaded:
+    """What a run trains on and holds out."""
+    run = runs.run_of(*runs.settings(Path("."), *COMMON, *OF_METHOD["dflash"]))
+    return load_data(run, Path("."), torch.device("cpu"))
 
 
 @pytest.fixture
@@ -210,16 +219,43 @@ def test_a_directory_of_others_is_tried_on_answers(here, change, check):
     assert asked >= {"states", "number range", "as exported", "training"}
 
 
+def other_target_layers(config: dict[str, Any]) -> None:
+    config["dflash_config"]["target_layer_ids"] = [2, 4]
+
+
+def other_rope(config: dict[str, Any]) -> None:
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 7.0
+
+
+def pad_in_theirs(config: dict[str, Any]) -> None:
+    config["dflash_config"]["mask_token_id"] = 2
+
+
+@pytest.mark.parametrize(
+    ("change", "check"),
+    [(other_target_layers, "layer ids"), (other_rope, "rope"), (pad_in_theirs, "mask token")],
+)
+def test_a_fault_of_a_directory_in_another_layout_is_the_likely_cause(here, change, check):
+    config = json.loads(Path("theirs/config.json").read_text())
+    change(config)
+    Path("theirs/config.json").write_text(json.dumps(config))
+    assert_cause(found(drafter="theirs", target="target", data=DataConfig(path="rows.jsonl")), check)
+
+
+def test_a_directory_in_another_layout_has_no_fault(here):
+    result = found(drafter="theirs", target="target", data=DataConfig(path="rows.jsonl"))
+    assert faults(result) == []
+
+
 # States -----------------------------------------------------------------------------------------------
 
 
 def fill(change: Callable[[Target, Example, States], States], where: Path = Path("states")) -> None:
     """A store as another pipeline made it, which the next training finds and trusts."""
     shutil.rmtree(where)
-    run = runs.run_of(*runs.settings(Path("."), *COMMON, *OF_METHOD["dflash"]))
-    loaded = load_data(run, Path("."), torch.device("cpu"))
+    loaded = examples()
     of = loaded.target
-    store = Store(where, Spec(of.fingerprint, (1, 3), "float32", run.method.needs_last))
+    store = Store(where, Spec(of.fingerprint, (1, 3), "float32", with_last=True))
     for row in loaded.train:
         store.write([row], [change(of, row, capture(of, [row], [1, 3], with_last=True)[0])])
 
