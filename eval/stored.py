@@ -60,7 +60,6 @@ def examine(directory: Path, spec: Spec, target: Target, examples: Sequence[Exam
     """Read every header of a store, and compare some of the run's documents with the target's states."""
     out = Stored(directory, spec)
     where: dict[str, Path] = {}
-    out.broken += [f"{path.name}: found damaged" for path in sorted(directory.glob("*.damaged"))]
     for path in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as shard:

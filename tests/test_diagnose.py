@@ -432,6 +432,9 @@ def test_a_vocabulary_of_another_corpus_is_the_likely_cause(here, monkeypatch):
 
 @pytest.mark.parametrize("method", OF_METHOD)
 def test_a_healthy_run_has_no_fault(here, method):
+    (shards()[0].parent / "captured_again.damaged").write_bytes(
+        b""
+    )  # a file that a training found and replaced
     result = found(run=method)
     assert faults(result) == []
     first, *others = result["trials"]["drafter"]
