@@ -152,10 +152,14 @@ class Case:
         path = None if self.run is None else self.run / "metrics.jsonl"
         if path is None or not path.is_file() or self.drafter is None or not self.rows.train:
             return None
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")
+        ]  # whole ones
         steps = self.config.get("foredraft", {}).get("trained_steps", 0)
         for term in TERMS:
-            some = [line for line in lines if f"loss/{term}" in line and line["step"] <= steps]
+            some = [
+                line for line in lines if {f"loss/{term}", "step"} <= line.keys() and line["step"] <= steps
+            ]
             if some:
                 return term, some[-1][f"loss/{term}"]
         return None
@@ -273,7 +277,7 @@ def open_case(run: Run) -> Case:
         raise ValueError("run: name a run or a drafter to diagnose, for example run=demo or drafter=DIR")
     where = None if run.run is None else run_directory(run.run)
     record = {} if where is None else read_record(run.run or "", where / "recipe.yaml")
-    settings = record.get("settings", {})
+    settings = {} if where is None else _settings(where / "recipe.yaml", record)
     directory = Path(run.drafter) if run.drafter else None
     if directory is None and where is not None and (where / "drafter").is_dir():
         directory = where / "drafter"
@@ -296,6 +300,26 @@ def open_case(run: Run) -> Case:
         method = known(chosen, settings["method"] | {"loss": loss})
         states = known(StatesConfig, settings["states"])
     return Case(target, directory, where, record, data, scored, render, rows, no_rows, other, method, states)
+
+
+SECTIONS = ("method", "hardware", "data", "eval", "states", "train")  # of a record, that are looked at
+
+
+def _settings(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a record. Errors: ``ValueError`` naming what they lack, or a method that is not here."""
+    found = record["settings"]
+    settings = found if isinstance(found, dict) else {}
+    lacking = next((key for key in SECTIONS if not isinstance(settings.get(key), dict)), None)
+    if lacking is not None or not {"name", "loss"} <= settings["method"].keys() or "target" not in settings:
+        raise ValueError(
+            f"{path}: settings of another version ({lacking or 'method'} is not as it is here); diagnose the "
+            "drafter alone, drafter=DIR data.path=FILE"
+        )
+    if settings["method"]["name"] not in all_methods():
+        raise ValueError(
+            f"{path}: method.name={settings['method']['name']}; this version knows {', '.join(sorted(all_methods()))}"
+        )
+    return settings
 
 
 def _rows(

@@ -74,7 +74,7 @@ def vocabulary(case: Case) -> Verdict:
     if since:
         return fault(f"{', '.join(since)} are not those of the export: a map of another run", remedy, where)
     if case.rows.train and case.other_than_trained is None:
-        counts_V = _counts(case, case.rows.train)
+        counts_V = _counts(case, case.rows.all)  # as training counts it, whatever the mix
         usable = len(case.target.tokenizer)
         fresh = choose(counts_V, len(vocab), case.target.stop_ids, usable)
         own, best = vocab.covers(counts_V), fresh.covers(counts_V)

@@ -128,7 +128,10 @@ def _rope(found: dict[str, Any], target: Target) -> Iterator[Mend]:
 
 def _layout(found: dict[str, Any], target: Target) -> Iterator[Mend]:
     flag = found["sample_from_anchor"]
-    num = found["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    try:
+        num = found["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    except (KeyError, IndexError, TypeError):
+        return
     yield Mend(
         "layout",
         f"sample_from_anchor={flag} of block_size={found['block_size']} does not make "
