@@ -315,10 +315,9 @@ def _settings(path: Path, record: dict[str, Any]) -> dict[str, Any]:
             f"{path}: settings of another version ({lacking or 'method'} is not as it is here); diagnose the "
             "drafter alone, drafter=DIR data.path=FILE"
         )
-    if settings["method"]["name"] not in all_methods():
-        raise ValueError(
-            f"{path}: method.name={settings['method']['name']}; this version knows {', '.join(sorted(all_methods()))}"
-        )
+    name, methods = settings["method"]["name"], sorted(all_methods())
+    if name not in methods:
+        raise ValueError(f"{path}: method.name={name}; this version knows {', '.join(methods)}")
     return settings
 
 

@@ -119,7 +119,7 @@ def _refuse_two_mixes() -> None:
         raise ValueError(f"{' '.join(given)}: both say what to train on; leave one out")
 
 
-MIXES = ("data/mix=", "data.weights=", "data.weights.")
+MIXES = ("data/mix=", "data.weights=")
 
 
 def recipe_name() -> str | None:

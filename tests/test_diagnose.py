@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -589,3 +590,35 @@ def test_a_command_that_names_nothing_is_refused(capsys):
     assert "neither runs/none nor none holds a recipe.yaml" in refusal(
         capsys, "eval", "task=diagnose", "run=none"
     )
+
+
+# Records ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda record: record.update(settings=[1, 2]), "settings of another version"),
+        (lambda record: record["settings"].pop("eval"), "eval is not as it is here"),
+        (lambda record: record["settings"].update(data=None), "data is not as it is here"),
+        (lambda record: record["settings"]["method"].pop("loss"), "method is not as it is here"),
+        (
+            lambda record: record["settings"]["method"].update(name="medusa"),
+            "method.name=medusa; this version knows",
+        ),
+    ],
+)
+def test_a_record_of_another_version_is_refused_by_what_it_lacks(here, change, words):
+    path = here / "runs" / "dflash" / "recipe.yaml"
+    record = yaml.safe_load(path.read_text())
+    change(record)
+    path.write_text(yaml.safe_dump(record))
+    with pytest.raises(ValueError, match=r"recipe.yaml") as refused:
+        found(run="dflash")
+    assert words in str(refused.value)
+
+
+def test_a_log_whose_last_line_was_cut_off_is_read(here):
+    with open("runs/dflash/metrics.jsonl", "a") as file:
+        file.write('{"loss/kl": 1}\n{"step": 3, "los')
+    assert faults(found(run="dflash")) == []

@@ -326,3 +326,11 @@ def test_language_and_source_of_a_row_reach_its_examples(workshop, here):
         *[("mgsm_de", "de")] * 3,
         ("german", "de"),
     ]
+
+
+def test_a_mix_and_weights_beside_it_are_refused_and_one_of_its_weights_may_change(capsys):
+    given = ["--cfg", "job", "+recipe=dflash", "data/mix=code"]
+    assert command("train", *given, "data.weights.tools=2") == 0
+    assert "both say what to train on" in refusal(
+        capsys, "train", "+recipe=dflash", "data/mix=code", "data.weights={chat: 1}"
+    )
