@@ -164,7 +164,7 @@ def test_two_runs_of_one_mix_show_the_chance_of_training(here, capsys):
     notes = compared(f"runs=[{EVEN},{CODE},{CHAT},again]")["mix"]["notes"]
     assert f"{EVEN} and again are one mix" in notes[0]
     assert "the traffic's tau differs by -0.03" in notes[0]
-    assert "that of code by -0.1" in notes[0]
+    assert "that of code by -0.099" in notes[0]
     assert notes[1].startswith("the curves miss the taus of the 4 runs that they fit by 0.0")
 
 
