@@ -235,8 +235,8 @@ def tables(mix: Mapping[str, Any]) -> Iterator[tuple[str, list[list[object]]]]:
     domains, best, done = list(mix["traffic"]), mix["suggested"], mix["confirmed"]
     columns, kinds = [*domains, "traffic"], ("own", "others", "exchanged")
 
-    def matrix(rows: Mapping[str, Mapping[str, Any]]) -> list[list[object]]:
-        return [[name, *(_shown(row[key]) for key in columns)] for name, row in rows.items()]
+    def matrix(rows: Mapping[str, Mapping[str, Any]], form: str = ".3f") -> list[list[object]]:
+        return [[name, *(_shown(row[key], form) for key in columns)] for name, row in rows.items()]
 
     yield f"tau by mix and domain, N={mix['n']}", [["run", *columns], *matrix(mix["tau"])]
     rows = [[name, *(f"{row[d]:,}" for d in domains)] for name, row in mix["tokens"].items()]
@@ -255,7 +255,8 @@ def tables(mix: Mapping[str, Any]) -> Iterator[tuple[str, list[list[object]]]]:
             *matrix({"predicted tau": best["predicted"]}),
         ]
         if done:
-            rows += matrix({f"measured, {done['run']}": done["measured"], "difference": done["difference"]})
+            rows += matrix({f"measured, {done['run']}": done["measured"]})
+            rows += matrix({"difference": done["difference"]}, "+.3f")
         yield "suggested mix", [["", *columns], *rows]
 
 
