@@ -29,11 +29,12 @@ from eval.trials import Limit, Trial
 
 ANSWER = 64  # tokens of an answer that are looked at
 ANCHORS = 16  # of these, evenly spread
+AT_ONCE = 4  # answers that the target reads together
 LOGITS = 2**26  # numbers of [A, K, N] at once
 FADE = 0.5  # weight of a draft beside the one before it: late ones are guesses
 BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # of rotary positions, as families have them
 MASKS = 12  # tokens that are tried as the one that fills slots
-BETTER = Limit(nats=0.2, hits=0.1)
+BETTER = Limit(nats=0.25, hits=0.2)
 # A state that does not exist yet when a round starts tells any drafter something: it has to explain a lot.
 LEAK = Limit(nats=1.0, hits=0.3)
 DRAWS = 4  # of anchors and lengths, that a loss is the mean of
@@ -144,7 +145,7 @@ def _mask_token(drafter: Drafter) -> Iterator[Alternative]:
 
 @torch.inference_mode()
 def see(drafter: Drafter, rows: Sequence[Example], some: Sequence[Alternative]) -> Seen:
-    """The beginnings of answers, with the states that these alternatives read: one target pass each.
+    """The beginnings of answers, with the states that these alternatives read.
 
     Errors: ``ValueError`` naming a row whose states are NaN, infinite or zero.
     """
@@ -155,7 +156,8 @@ def see(drafter: Drafter, rows: Sequence[Example], some: Sequence[Alternative]) 
     short = [
         replace(row, ids=row.ids[:end], mask=row.mask[:end]) for row, end in zip(rows, ends, strict=True)
     ]
-    states = [capture(target, [row], ids, with_last=True)[0] for row in short]
+    parts = [short[at : at + AT_ONCE] for at in range(0, len(short), AT_ONCE)]
+    states = [one for part in parts for one in capture(target, part, ids, with_last=True)]
     for row, one in zip(short, states, strict=True):
         refuse_bad(row, one)
     batch = pack(short, states).to(target.device)

@@ -18,7 +18,7 @@ LOW = 0.005  # quantile of the bootstrap that has to lie above 0
 
 @dataclass(frozen=True)
 class Limit:
-    """The gain from which on another assumption is the right one, not just another."""
+    """The gains whose product makes another assumption the right one, and not just another."""
 
     nats: float  # log-probability a token
     hits: float  # tokens hit a place
@@ -53,8 +53,9 @@ class Trial:
 
 
 def explains(as_is: Trial, other: Trial, seed: int = 0) -> bool:
-    """Whether ``other`` is better by its limit, and surely better in both figures."""
-    if other.nats - as_is.nats < other.limit.nats or other.hits - as_is.hits < other.limit.hits:
+    """Whether ``other`` is surely better in both figures, and by its limit."""
+    nats, hits = other.nats - as_is.nats, other.hits - as_is.hits
+    if min(nats, hits) <= 0 or nats * hits < other.limit.nats * other.limit.hits:
         return False
     picks = np.random.default_rng(seed).integers(0, len(as_is.log_R), (SAMPLES, len(as_is.log_R)))
     for sums, counts in (("log_R", "weight_R"), ("hit_R", "place_R")):

@@ -43,8 +43,8 @@ COMMON = [
 ]  # fmt: skip
 OF_METHOD = {
     "dflash": ["train.steps=60", "method.block_size=5", "method.draft_vocab=100"],
-    "dspark": ["train.steps=60", "method.block_size=4", "method.markov_rank=8", "method.loss.l1=0"],
-    "eagle3": ["train.steps=40", "method.unroll=3", "method.draft_vocab=100"],
+    "dspark": ["train.steps=40", "method.block_size=4", "method.markov_rank=8", "method.loss.l1=0"],
+    "eagle3": ["train.steps=25", "method.unroll=3", "method.draft_vocab=100"],
 }
 
 
@@ -189,8 +189,7 @@ DIRECTORY: dict[str, tuple[str, Callable, str]] = {
     "layer ids +1": ("dflash", one_more, "layer ids"),
     "layer ids +1 in both records": ("dspark", one_more_in_both, "layer ids"),
     "rope base": ("dflash", other_base, "rope"),
-    "absolute d2t": ("dflash", absolute, "vocabulary map"),
-    "absolute d2t in eagle3": ("eagle3", absolute, "vocabulary map"),
+    "absolute d2t": ("eagle3", absolute, "vocabulary map"),
     "mask token is pad": ("dflash", pad, "mask token"),
     "layout flag": ("dflash", flipped, "layout"),
     "layout flag with its number of drafts": ("dspark", flipped_with_its_number, "layout"),
@@ -287,7 +286,6 @@ def narrow(of: Target, row: Example, states: States) -> States:
     ("change", "check", "words"),
     [
         (other_layers, "layer ids", "states of layer 1 are those of layer 2"),
-        (earlier, "context", "the position before"),
         (later, "context", "the position after"),
         (before_norm, "last state", "the state before the final norm"),
     ],
@@ -300,10 +298,14 @@ def test_a_fault_of_the_states_is_the_likely_cause_even_when_they_are_gone(here,
     assert_cause(found(run="spoilt"), check, "drafts accepted an anchor")
 
 
-def test_states_that_went_through_float16_are_the_likely_cause(here):
-    fill(narrow)
+@pytest.mark.parametrize(
+    ("change", "check", "words"),
+    [(earlier, "context", "the position before"), (narrow, "number range", "which ends at 65504")],
+)
+def test_what_is_wrong_with_states_does_not_take_a_good_drafter_to_see(here, change, check, words):
+    fill(change)
     trained("spoilt", "train.steps=2")
-    assert_cause(found(run="spoilt"), "number range", "which ends at 65504")
+    assert_cause(found(run="spoilt"), check, words)
 
 
 def shards() -> list[Path]:
@@ -524,7 +526,7 @@ def test_too_little_data_is_said_with_figures(here):
 def test_a_domain_that_was_never_trained_on_is_named(here):
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     tiny.write_rows(Path("chat.jsonl"), [row for row in rows if row["domain"] == "chat"])
-    trained("narrow", "data.path=chat.jsonl", "data.eval_path=chat.jsonl")
+    trained("narrow", "data.path=chat.jsonl", "data.eval_path=chat.jsonl", "train.steps=40")
     result = found(run="narrow", data=DataConfig(path="rows.jsonl"))
     one = finding(result, "domain gap")
     assert one["verdict"] == "suspicious"
@@ -534,7 +536,7 @@ def test_a_domain_that_was_never_trained_on_is_named(here):
 
 
 def test_late_drafts_and_lengths_that_were_not_trained_are_named(here):
-    trained("short", "method.lengths=[1]", "data.eval_path=rows.jsonl")
+    trained("short", "method.lengths=[1]", "data.eval_path=rows.jsonl", "train.steps=30")
     result = found(run="short")
     assert finding(result, "position decay")["verdict"] == "suspicious"
     assert "N = 4, trained for 1 at most" in finding(result, "drafts a round")["found"]
