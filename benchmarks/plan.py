@@ -17,7 +17,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from benchmarks import environment, options
@@ -199,7 +198,6 @@ def main() -> None:
     chosen = options(sys.argv[1:], **DEFAULTS)
     if not chosen["sweeps"] and not chosen["drafter"]:
         raise SystemExit("name sweeps=FILE, drafter=DIR or both")
-    torch.set_grad_enabled(False)
     result: dict[str, Any] = {"benchmark": "plan"}
     if chosen["sweeps"]:
         result["sweeps"] = against_sweeps(Path(chosen["sweeps"]))
