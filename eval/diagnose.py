@@ -136,6 +136,7 @@ READ_AS = (
 
 def draw(trials: dict[str, list[dict[str, Any]]]) -> bytes:
     """Bars for what was tried, the present reading first, as PNG."""
+    import matplotlib
     from matplotlib.figure import Figure
 
     shown = {name: some for name, some in trials.items() if some}
@@ -145,7 +146,8 @@ def draw(trials: dict[str, list[dict[str, Any]]]) -> bytes:
     for axes, (name, some) in zip(
         figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True
     ):
-        colors = ["tab:blue", *["tab:gray"] * (len(some) - 1)]
+        shades = matplotlib.colormaps["YlOrBr"]([0.25 + 0.5 * at / len(some) for at in range(1, len(some))])
+        colors = ["tab:blue", *map(tuple, shades)]
         axes.barh([one["name"] for one in some], [one["hits"] for one in some], color=colors)
         axes.invert_yaxis()
         axes.set_title(titles[name])

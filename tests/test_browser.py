@@ -32,7 +32,7 @@ PAGES = [
     Page("alike/compare.html", 1, 4, "eval task=compare runs=[one,copy] out=alike"),
     Page("plan/plan.html", 1, 3, "eval task=plan drafter=runs/one/drafter data.path=held.jsonl out=plan"),
     Page("sweeps/plan.html", 1, 1, "eval task=plan observed=sweep.csv out=sweeps"),
-    Page("why/diagnose.html", 1, 2, "eval task=diagnose run=one out=why"),
+    Page("why/diagnose.html", 1, 4, "eval task=diagnose run=one out=why"),
     Page("shown.html", 0, 0, "data task=inspect data.path=odd.jsonl out=shown.jsonl data.max_skip=0.5"),
 ]
 
