@@ -200,7 +200,7 @@ def hardware_for(directory: Path, hardware: HardwareConfig) -> HardwareConfig:
 def read(directory: Path, target: Target) -> Drafter:
     """The drafter of a directory, ours or others', strictly: every tensor named, shaped and used.
 
-    Errors: ``ValueError`` naming the field or tensor, for another target, an unknown method, or a file
+    It is where its target is. Errors: ``ValueError`` naming the field or tensor, for another target, an unknown method, or a file
     that does not fit its config.
     """
     found = read_config(directory)
@@ -216,7 +216,7 @@ def read(directory: Path, target: Target) -> Drafter:
     _check_temperatures(drafter, directory)
     if "foredraft" in found and "speculators_config" in found:
         check_drafts(found, drafter)
-    return drafter
+    return drafter.to(target.device)
 
 
 def _read(found: dict[str, Any], directory: Path, target: Target) -> Drafter:

@@ -49,7 +49,7 @@ class Opened:
 def open_drafter(directory: Path, target: Target) -> Opened:
     """Read a directory as it lies, else with one change: one that makes the recorded drafts, or the first."""
     try:
-        return Opened(checkpoint.read(directory, target).float().to(target.device))
+        return Opened(checkpoint.read(directory, target).float())
     except ValueError as error:
         refusal = str(error)
     try:
@@ -89,7 +89,7 @@ def _read(mend: Mend, directory: Path, target: Target) -> Drafter | None:
         else:
             save_file(mend.tensors, Path(scratch) / WEIGHTS)
         try:
-            return checkpoint.read(Path(scratch), target).float().to(target.device)
+            return checkpoint.read(Path(scratch), target).float()
         except ValueError:
             return None
 

@@ -1,12 +1,17 @@
 """Tests run offline, on few threads, from an empty cache of their own."""
 
 import os
+import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+if "FOREDRAFT_CACHE" not in os.environ:  # processes that run tests side by side share it
+    _CACHE = tempfile.TemporaryDirectory(prefix="foredraft-cache-")
+    os.environ["FOREDRAFT_CACHE"] = _CACHE.name
 
 from pathlib import Path
 

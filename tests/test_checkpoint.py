@@ -430,3 +430,11 @@ def test_missing_weights_are_an_error_that_names_them(target, written):
     with pytest.raises(ValueError, match=rf"{written}/model\.safetensors cannot be read"):
         read(written, target)
     assert read_config(written)["speculators_model_type"] == "dflash"
+
+
+def test_a_drafter_is_read_to_where_its_target_is(tmp_path, monkeypatch):
+    """A device that any machine has: it holds shapes alone."""
+    of = tiny.target(layers=5)
+    write(make(of, draft_vocab=50), tmp_path / "one")
+    monkeypatch.setattr(Target, "device", torch.device("meta"))
+    assert {value.device.type for value in read(tmp_path / "one", of).state_dict().values()} == {"meta"}
