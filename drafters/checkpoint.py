@@ -200,8 +200,8 @@ def hardware_for(directory: Path, hardware: HardwareConfig) -> HardwareConfig:
 def read(directory: Path, target: Target) -> Drafter:
     """The drafter of a directory, ours or others', strictly: every tensor named, shaped and used.
 
-    It is where its target is. Errors: ``ValueError`` naming the field or tensor, for another target, an unknown method, or a file
-    that does not fit its config.
+    It is where its target is. Errors: ``ValueError`` naming the field or tensor, for another target, an
+    unknown method, or a file that does not fit its config.
     """
     found = read_config(directory)
     if "speculators_model_type" not in found:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -102,6 +104,13 @@ def _child(directory: str, arguments: list[str], event: int | None, name: str) -
 
     sys.addaudithook(heard)
     command(arguments)
+
+
+def spoilable(made: Path, folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """A copy of what was made once, as working directory."""
+    shutil.copytree(made, folder / "here")
+    patch.chdir(folder / "here")
+    return folder / "here"
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -38,9 +38,7 @@ def trained(workshop, tmp_path_factory) -> Path:
 @pytest.fixture
 def here(trained, tmp_path, monkeypatch) -> Path:
     """A copy to spoil."""
-    shutil.copytree(trained, tmp_path / "here")
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "here"
+    return runs.spoilable(trained, tmp_path, monkeypatch)
 
 
 ASKED = [*CPU, "task=compare", "runs=[one,other]"]

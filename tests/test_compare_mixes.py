@@ -15,7 +15,7 @@ import yaml
 from drafters.target import HardwareConfig, load
 from eval import compare, mix
 from eval.runs import Compared, load_runs
-from tests import tiny
+from tests import runs, tiny
 from tests.commands import CPU, command, refusal
 from tests.test_report import Resources
 
@@ -43,9 +43,7 @@ def trained(workshop, tmp_path_factory) -> Path:
 @pytest.fixture
 def here(trained, tmp_path, monkeypatch) -> Path:
     """A copy to spoil."""
-    shutil.copytree(trained, tmp_path / "here")
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "here"
+    return runs.spoilable(trained, tmp_path, monkeypatch)
 
 
 def compared(*more: str) -> dict:

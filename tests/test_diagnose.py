@@ -92,9 +92,7 @@ def examples() -> Loaded:
 @pytest.fixture
 def here(works, tmp_path, monkeypatch) -> Path:
     """A copy to spoil."""
-    shutil.copytree(works, tmp_path / "here")
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "here"
+    return runs.spoilable(works, tmp_path, monkeypatch)
 
 
 def found(**asked: Any) -> dict[str, Any]:
