@@ -18,6 +18,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from drafters.layers import Linear
+from drafters.layers import FrozenLinear, Linear, packs_weights
 from drafters.types import States
 
 EMBEDDED = "smollm2-embedded"
@@ -59,9 +60,10 @@ class Target:
         self.decoder = model.get_decoder()
         self.layers = _find_layers(self.decoder, self.config.num_hidden_layers, name)
         self.softcap: float | None = vars(self.config).get("final_logit_softcapping")
+        kind = FrozenLinear if packs_weights() and _room_for_copies(model) else Linear
         for module in model.modules():
             if type(module) is nn.Linear:
-                module.__class__ = Linear
+                module.__class__ = kind
         self._check_head()
 
     @property
@@ -339,6 +341,12 @@ def bfloat16_pays() -> bool:
             a @ b
         seconds[dtype] = perf_counter() - start
     return seconds[torch.bfloat16] < 0.8 * seconds[torch.float32]
+
+
+def _room_for_copies(model: nn.Module) -> bool:
+    """Whether a second copy of all weights takes at most half of the memory that is free."""
+    needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    return needed <= psutil.virtual_memory().available / 2
 
 
 def _find_layers(decoder: nn.Module, num: int, name: str) -> nn.ModuleList:
