@@ -19,7 +19,7 @@ from drafters.target import HardwareConfig, load
 from serve.costs import costs_for
 from serve.engine import Engine
 from serve.proposers import ProposerConfig, build, drafts_asked
-from serve.schedule import Schedule
+from serve.schedule import schedule_of
 from serve.suffix import SuffixConfig
 from serve.types import Request
 
@@ -29,10 +29,11 @@ def engine_of(asked: dict[str, Any]) -> Engine:
     target = load(asked["target"], HardwareConfig(dtype=asked["dtype"]))
     drafter = checkpoint.read(Path(asked["drafter"]), target) if asked["drafter"] else None
     suffix = SuffixConfig(past=asked["past"])
-    proposer = build(asked["proposer"], drafter, ProposerConfig(suffix=suffix, n=asked["n"]))
+    config = ProposerConfig(suffix=suffix, n=asked["n"])
+    proposer = build(asked["proposer"], drafter, config, apart=asked["schedule"])
     schedule, n = None, drafts_asked(proposer, asked["n"])
     if asked["schedule"] and proposer is not None:
-        schedule, n = Schedule(costs_for(target, proposer, asked["slots"]), proposer.max_drafts), None
+        schedule, n = schedule_of(proposer, costs_for(target, proposer, asked["slots"]), {}), None
     return Engine(target, proposer, n, slots=asked["slots"], capacity=asked["capacity"], schedule=schedule)
 
 

@@ -100,13 +100,15 @@ class Proposal:
 
     ``laws_BKV`` is ``None`` for point masses (greedy drafts). ``confidence_BK``, where a method has
     it, is the probability that a draft is accepted given that those before it were. ``lengths`` says
-    how many of its K drafts each row really has; ``None``: all of them.
+    how many of its K drafts each row really has; ``None``: all of them. ``copied`` says which rows' drafts
+    were looked up, where others are a trained drafter's.
     """
 
     tokens_BK: Tensor
     laws_BKV: Tensor | None = None
     confidence_BK: Tensor | None = None
     lengths: list[int] | None = None
+    copied: list[bool] | None = None
 
 
 @dataclass(frozen=True)

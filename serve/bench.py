@@ -31,7 +31,7 @@ from serve.engine import Engine
 from serve.law import Sampling
 from serve.prompts import Prompts, built_in, read_prompts
 from serve.proposers import ProposerConfig, build, drafts_asked
-from serve.schedule import Schedule
+from serve.schedule import Schedule, schedule_of
 from serve.speeds import PLAIN, draw, summarise, table
 from serve.types import Request
 
@@ -113,14 +113,13 @@ def engine_maker(
     schedule: Callable[[], Schedule | None] = lambda: None  # noqa: E731
     if base != name:
         config = replace(config, n=None)
-        proposer = build(base, drafter, config)
+        proposer = build(base, drafter, config, apart=True)
         if proposer is None:
             raise ValueError(f"bench.proposers: {name!r} has no drafts to schedule; write {base}")
-        taus = tau_by_n if proposer is drafter else None
-        schedule = partial(Schedule, costs_for(target, proposer, most), proposer.max_drafts, taus)
+        schedule = partial(schedule_of, proposer, costs_for(target, proposer, most), tau_by_n or {})
 
     def make(slots: int, capacity: int) -> Engine:
-        proposer = build(base, drafter, config)
+        proposer = build(base, drafter, config, apart=base != name)
         n = drafts_asked(proposer, config.n)
         return Engine(target, proposer, n, slots=slots, capacity=capacity, schedule=schedule())
 

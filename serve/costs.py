@@ -266,7 +266,7 @@ def kept(
 def key_of(target: Target, proposer: Proposer, slots: int) -> dict[str, Any]:
     """What costs depend on: the machine, the target, the sizes of the proposer, how many rows there are."""
     return {
-        "version": 2,  # of how costs are measured
+        "version": 3,  # of how costs are measured
         "machine": _machine(target.device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

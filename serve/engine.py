@@ -217,8 +217,8 @@ class Engine:
         laws = None if proposal.laws_BKV is None else proposal.laws_BKV[:, :longest]
         return Proposal(proposal.tokens_BK[:, :longest], laws), lengths
 
-    def propose(self, rows: range, anchors_B: Tensor, n: int) -> Proposal:
-        if self.proposer is None or n == 0:
+    def propose(self, rows: range, anchors_B: Tensor, n: int | None) -> Proposal:
+        if self.proposer is None or n is None:
             return Proposal(anchors_B.new_empty(len(rows), 0))
         return self.proposer.propose(self.state, rows, anchors_B, n)
 

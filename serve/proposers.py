@@ -42,8 +42,12 @@ class ProposerConfig:
             raise ValueError(f"serve.n={self.n}: give 0 (no drafts) or more, or null")
 
 
-def build(name: str | None, drafter: Drafter | None, config: ProposerConfig) -> Proposer | None:
+def build(
+    name: str | None, drafter: Drafter | None, config: ProposerConfig, apart: bool = False
+) -> Proposer | None:
     """The proposer of a name; ``None`` decodes plainly. Without a name: the drafter, where there is one.
+
+    ``apart``: of a combination (``Combined``), for a schedule.
 
     Errors: ``ValueError`` for a name that is not known, a method that is not the drafter's, or one without
     a drafter.
@@ -59,7 +63,9 @@ def build(name: str | None, drafter: Drafter | None, config: ProposerConfig) -> 
     second = drafter if name is None else _trained(name, method, drafter)
     if second is not None:
         _check_n(config.n, f"this {second.config.name}", second.max_drafts)
-    return Combined(lookups[first], second, config.trust, config.n) if first and second else second
+    if not first or second is None:
+        return second
+    return Combined(lookups[first], second, config.trust, config.n, apart)
 
 
 def _check_n(n: int | None, whose: str, most: int) -> None:
@@ -122,11 +128,14 @@ class Combined:
 
     Enough are ``trust`` drafts, or all that ``first`` ever makes, however few are asked for: it is asked for
     so many all the same. All drafts are point masses; they come with confidences where both proposers have
-    them.
+    them. ``apart``: the drafts asked for are those of ``second``, which may be none; what is looked up costs
+    nothing to draft, and is bounded by ``first`` alone. This is what a schedule decides over.
     """
 
-    def __init__(self, first: Lookup, second: Drafter, trust: int, n: int | None = None) -> None:
-        self.first, self.second, self.trust = first, second, trust
+    def __init__(
+        self, first: Lookup, second: Drafter, trust: int, n: int | None = None, apart: bool = False
+    ) -> None:
+        self.first, self.second, self.trust, self.apart = first, second, trust, apart
         self.enough = min(trust, first.max_drafts)
         self.n = second.max_drafts if n is None else min(n, second.max_drafts)
         self.layer_ids = second.layer_ids
@@ -150,15 +159,16 @@ class Combined:
         self.second.answering(state.second, slot)
 
     def propose(self, state: CombinedState, rows: range, anchors_B: Tensor, n: int) -> Proposal:
-        """Up to ``n`` drafts a row; those of ``second`` are its own N at most."""
-        cheap = self.first.propose(state.first, rows, anchors_B, max(n, self.enough))
-        enough = [num >= self.enough for num in _lengths(cheap)]
-        if all(enough) or self.n == 0:
-            return self._cut(cheap, n)
-        costly = self.second.propose(state.second, rows, anchors_B, min(n, self.n))
-        return self._cut(chosen(enough, cheap, costly, self.has_confidence), n)
+        """Up to ``n`` drafts a row (``apart``: of ``second``); those of ``second`` are its own N at most."""
+        most = self.first.max_drafts if self.apart else n
+        cheap = self.first.propose(state.first, rows, anchors_B, max(most, self.enough))
+        enough, trained = [num >= self.enough for num in _lengths(cheap)], min(n, self.n)
+        if all(enough) or trained == 0:
+            return self._cut(cheap, most, [True] * len(rows))
+        costly = self.second.propose(state.second, rows, anchors_B, trained)
+        return self._cut(chosen(enough, cheap, costly, self.has_confidence), max(most, trained), enough)
 
-    def _cut(self, proposal: Proposal, n: int) -> Proposal:
+    def _cut(self, proposal: Proposal, n: int, copied: list[bool]) -> Proposal:
         """The first ``n`` drafts of each row."""
         confidence_BK = proposal.confidence_BK if self.has_confidence else None
         return Proposal(
@@ -166,6 +176,7 @@ class Combined:
             None,
             None if confidence_BK is None else confidence_BK[:, :n],
             [min(num, n) for num in _lengths(proposal)],
+            copied,
         )
 
 

@@ -3,7 +3,8 @@
 Three questions, one set of costs. ``prefixes``: of drafts with confidences, which ones are worth the target's
 time. ``drafts``: without looking at the drafts, the N with the most tokens a second at this load, from
 acceptance so far. ``Ledger``: drafting may lose only so much against plain decoding within a minute; beyond
-that it stops, whatever the other two believe.
+that it stops, whatever the other two believe. Where drafts are looked up before a trained drafter is asked,
+N is that drafter's alone: a copy costs nothing to draft and is accepted by other odds.
 
 All are lossless. Drafts that are point masses (greedy ones, n-grams, suffixes: all of this engine's) are
 functions of the past, and so is everything computed from them, their own confidence too: nothing random is
@@ -24,6 +25,9 @@ from operator import mul
 
 from drafters.types import Proposal
 from serve.costs import Costs
+from serve.lookup import Lookup
+from serve.proposers import Combined
+from serve.types import Proposer
 
 WINDOW = 60.0  # seconds over which losses against plain decoding are bounded: 3 % of them, never more
 WINDOW_ROUNDS = 200  # plain rounds that a window lasts where they take longer: a few must not decide
@@ -129,6 +133,37 @@ class Survival:
         return list(accumulate(shares, mul))
 
 
+class Copies:
+    """Rows whose drafts were looked up: their share of all, and drafts verified and accepted in each.
+
+    Old rounds fade, as in ``Survival``; at first one row in four copies, nearly all of it right.
+    """
+
+    def __init__(self, weight: float = 8.0) -> None:
+        self._rows, self._copied, self._verified, self._accepted = weight, weight / 4, weight, 0.9 * weight
+
+    def hear(self, copies: Sequence[tuple[int, int]], rows: int, memory: float) -> None:
+        """Of ``rows``, those that copied drafts: how many were verified and accepted in each."""
+        fade = (1 - 1 / memory) ** rows
+        self._rows = fade * self._rows + rows
+        self._copied = fade * self._copied + len(copies)
+        self._verified = fade * self._verified + sum(verified for verified, _ in copies)
+        self._accepted = fade * self._accepted + sum(accepted for _, accepted in copies)
+
+    @property
+    def share(self) -> float:
+        return self._copied / self._rows
+
+    @property
+    def verified(self) -> float:
+        """In the mean of rows that copied."""
+        return self._verified / max(self._copied, 1e-9)
+
+    @property
+    def accepted(self) -> float:
+        return self._accepted / max(self._copied, 1e-9)
+
+
 def conditional_from(tau_by_n: Mapping[int, float], most: int) -> list[float]:
     """Acceptance of drafts 1 to ``most`` given those before, from tau by N; the last known one goes on."""
     taus = {0: 1.0, **tau_by_n}
@@ -194,7 +229,7 @@ class Ledger:
 class Summary:
     """For a log or a metrics page: the N of now, and since the start, plain rounds and drafts verified."""
 
-    drafts: int
+    drafts: int  # 0 where it is plain decoding, or lookups alone
     plain_share: float  # of all rounds, those that asked for no drafts
     verified: float  # drafts verified for a row, in the mean of rounds that asked for some
 
@@ -203,46 +238,55 @@ class Schedule:
     """Asked by an engine each round: ``drafts``, then ``prefixes``, then ``heard``.
 
     ``most`` is the largest N to ask for; ``tau_by_n`` what a drafter directory states of acceptance.
+    ``copies``: before a trained drafter, so many drafts a row may be looked up, which N does not bound; N = 0
+    then is lookups alone. A plain round is N = ``None``.
     """
 
-    def __init__(self, costs: Costs, most: int, tau_by_n: Mapping[int, float] | None = None) -> None:
-        self.costs, self.most = costs, most
-        self.n = most
+    def __init__(
+        self, costs: Costs, most: int, tau_by_n: Mapping[int, float] | None = None, copies: int = 0
+    ) -> None:
+        self.costs, self.most, self.copies = costs, most, copies
+        self._drafting_ns = range(0 if copies else 1, most + 1)
+        self.n: int | None = most if self._drafting_ns else None
         self._accepted = Survival(conditional_from(tau_by_n or {}, most))  # of drafts that were verified
         self._reached = Survival([1.0] * most)  # whether one is verified, where those before were accepted
         self._given = Survival([1.0] * most)  # the same, whatever became of those before
+        self._copies = {False: Copies(), True: Copies()}  # whether a trained drafter drafts the other rows
         self._plain, self._drafting = Pace(), Pace()
         self._ledger = Ledger()
-        self._asked = 0
+        self._asked: int | None = None
         self._plain_due, self._probe_due, self._wait = 0.0, WAITS[0], WAITS[0]
         self._probe: list[float] | None = None  # seconds spent and lost on the look that is under way
         self._prefixes: list[int] = []
+        self._copied: list[bool] = []
         self._rounds = self._plain_rounds = self._rows = self._verified = 0
 
     # What the engine asks ----------------------------------------------------------------------
 
-    def drafts(self, rows: int) -> int:
-        """N to ask the proposer for; 0: none this round."""
+    def drafts(self, rows: int) -> int | None:
+        """N to ask the proposer for; ``None``: nothing this round."""
         rates = self._tokens_a_second(rows)
         self._choose(rates)
         now = self._ledger.now
-        if self.n and self._affordable(rows, self.n, DRAFTING_LIMIT):
+        if self.n is not None and self._affordable(rows, self.n, DRAFTING_LIMIT):
             self._probe, self._wait, self._probe_due = None, WAITS[0], now + WAITS[0]
-            self._asked = 0 if now >= self._plain_due else self.n
+            self._asked = None if now >= self._plain_due else self.n
             return self._asked
-        likeliest = max(range(1, self.most + 1), key=rates.__getitem__, default=0)
+        likeliest = max(self._drafting_ns, key=rates.__getitem__, default=None)
         if (
             self._probe is None
             and now >= self._probe_due
+            and likeliest is not None
             and self._affordable(rows, likeliest, PROBING_LIMIT)
         ):
             self._probe = [0.0, 0.0]
-        self._asked = 0 if self._probe is None else likeliest
+        self._asked = None if self._probe is None else likeliest
         return self._asked
 
     def prefixes(self, proposal: Proposal, rows: int) -> list[int]:
         """How many drafts of each row to verify."""
         lengths = proposal.lengths or [proposal.tokens_BK.shape[1]] * rows
+        self._copied = proposal.copied or [False] * rows
         self._prefixes = self._worth_verifying(proposal, lengths)
         return self._prefixes
 
@@ -252,7 +296,7 @@ class Schedule:
         rows = len(lengths)
         confidence = proposal.confidence_BK.double().clamp(0, 1).tolist()
         survival = [list(accumulate(row[:n], mul)) for row, n in zip(confidence, lengths, strict=True)]
-        drafting = self.costs.draft(rows, self._asked)
+        drafting = self._draft_seconds(rows, self._copied)
 
         def seconds(tokens: int) -> float:
             return drafting + self.costs.step(rows, tokens)
@@ -265,31 +309,45 @@ class Schedule:
         """What became of the round: drafts verified and accepted for each row, and its seconds."""
         rows = len(drafted)
         self._rounds += 1
-        if not self._asked:
+        if self._asked is None:
             self._plain_rounds += 1
             self._ledger.add(self._plain.hear(seconds, self.costs.step(rows, rows)), 0.0, self._window(rows))
             self._plain_due = self._ledger.now + max(PLAIN_EVERY, seconds / PLAIN_SHARE)
             return
         self._rows += rows
         self._verified += sum(drafted)
-        table = self.costs.draft(rows, self._asked) + self.costs.step(rows, rows + sum(drafted))
+        table = self._draft_seconds(rows, self._copied) + self.costs.step(rows, rows + sum(drafted))
         seconds = self._drafting.hear(seconds, table)
         lost = self._risk(rows, seconds) - sum(accepted) * self._plain_seconds(rows) / rows
         self._ledger.add(seconds, lost, self._window(rows))
-        memory = MEMORY if self._probe is None else PROBE_MEMORY
-        # Where an answer ends before its drafts do, nothing is known of those that its room cut off.
-        pairs = zip(drafted, self._prefixes, strict=True)
-        known = [num if num < chosen else self._asked for num, chosen in pairs]
-        reached = [min(num, 1 + stood) for num, stood in zip(known, accepted, strict=True)]
-        self._accepted.hear(accepted, drafted, memory)
-        self._reached.hear(drafted, reached, memory)
-        self._given.hear(drafted, known, memory)
+        self._learn(drafted, accepted, MEMORY if self._probe is None else PROBE_MEMORY)
         if self._probe is not None:
             self._looked(seconds, lost)
 
+    def _learn(self, drafted: Sequence[int], accepted: Sequence[int], memory: float) -> None:
+        """What became of copies, and of the trained drafter's drafts, each for itself."""
+        asked = self._asked
+        assert asked is not None, "a plain round teaches nothing"
+        rows = list(zip(self._copied, drafted, self._prefixes, accepted, strict=True))
+        if self.copies:
+            copies = [(num, stood) for copied, num, _, stood in rows if copied and num]
+            self._copies[asked > 0].hear(copies, len(rows), memory)
+        own = [(num, chosen, stood) for copied, num, chosen, stood in rows if not copied]
+        if not asked or not own:
+            return
+        nums, stood = [num for num, _, _ in own], [stood for _, _, stood in own]
+        # Where an answer ends before its drafts do, nothing is known of those that its room cut off.
+        known = [num if num < chosen else asked for num, chosen, _ in own]
+        reached = [min(num, 1 + passed) for num, passed in zip(known, stood, strict=True)]
+        self._accepted.hear(stood, nums, memory)
+        self._reached.hear(nums, reached, memory)
+        self._given.hear(nums, known, memory)
+
     @property
     def summary(self) -> Summary:
-        return Summary(self.n, self._plain_rounds / max(1, self._rounds), self._verified / max(1, self._rows))
+        return Summary(
+            self.n or 0, self._plain_rounds / max(1, self._rounds), self._verified / max(1, self._rows)
+        )
 
     # Small steps -------------------------------------------------------------------------------
 
@@ -303,26 +361,39 @@ class Schedule:
                 self._probe_due += max(self._wait, spent / SHARE)
                 self._wait = min(2 * self._wait, WAITS[1])
 
-    def _choose(self, rates: Sequence[float]) -> None:
+    def _choose(self, rates: Mapping[int | None, float]) -> None:
         """Stay at N, unless another is faster by a margin, or plain decoding is faster at all."""
-        best = max(range(len(rates)), key=rates.__getitem__)
-        if rates[best] > MARGIN * rates[self.n] or rates[self.n] < rates[0]:
+        best = max(rates, key=rates.__getitem__)
+        if rates[best] > MARGIN * rates[self.n] or rates[self.n] < rates[None]:
             self.n = best
 
-    def _tokens_a_second(self, rows: int) -> list[float]:
+    def _tokens_a_second(self, rows: int) -> dict[int | None, float]:
         """To expect at this load, by N."""
-        rates = [rows / (self._plain.ratio * self.costs.step(rows, rows))]
+        rates: dict[int | None, float] = {None: rows / (self._plain.ratio * self.costs.step(rows, rows))}
         gained = map(mul, self._reached.upto(), self._accepted.upto())
-        tokens = zip(accumulate(gained), accumulate(self._given.upto()), strict=True)
-        for n, (accepted, given) in enumerate(tokens, 1):
+        tokens = accumulate(gained, initial=0.0), accumulate(self._given.upto(), initial=0.0)
+        for n, (accepted, given) in enumerate(zip(*tokens, strict=True)):
+            if n not in self._drafting_ns:
+                continue
             step = self.costs.step(rows, rows * (1 + given))
-            seconds = self._drafting_pace * (self.costs.draft(rows, n) + step)
-            rates.append(rows * (1 + accepted) / seconds)
+            draft = self.costs.draft(rows, n)
+            if self.copies:
+                copies = self._copies[n > 0]
+                share, copied = copies.share, self.costs.step(rows, rows * (1 + copies.verified))
+                accepted = share * copies.accepted + (1 - share) * accepted
+                step = share * copied + (1 - share) * step
+                draft *= 1 - share**rows  # the drafter is asked unless all rows copy
+            rates[n] = rows * (1 + accepted) / (self._drafting_pace * (draft + step))
         return rates
+
+    def _draft_seconds(self, rows: int, copied: Sequence[bool]) -> float:
+        """What the drafts of this round cost; those that are looked up nothing."""
+        return 0.0 if copied and all(copied) else self.costs.draft(rows, self._asked or 0)
 
     def _affordable(self, rows: int, n: int, limit: float) -> bool:
         """Whether a round in which nothing is accepted keeps losses within the limit, or is the first."""
-        risk = self._risk(rows, self._drafting_pace * self.costs.round(rows, n))
+        most = self.costs.draft(rows, n) + self.costs.step(rows, rows * (1 + max(n, self.copies)))
+        risk = self._risk(rows, self._drafting_pace * most)
         limit = max(limit - self._listening(rows), LEAST_LIMIT)
         return self._ledger.worst <= 0 or self._ledger.worst + risk <= limit * self._window(rows)
 
@@ -347,3 +418,11 @@ class Schedule:
     @property
     def _drafting_pace(self) -> float:
         return (self._drafting if self._drafting.rounds else self._plain).ratio
+
+
+def schedule_of(proposer: Proposer, costs: Costs, tau_by_n: Mapping[int, float]) -> Schedule:
+    """The schedule of a proposer (a combination: built ``apart``); ``tau_by_n`` is its trained drafter's."""
+    if isinstance(proposer, Combined):
+        assert proposer.apart, "a schedule bounds the trained drafter of a combination alone"
+        return Schedule(costs, proposer.n, tau_by_n, proposer.first.max_drafts)
+    return Schedule(costs, proposer.max_drafts, {} if isinstance(proposer, Lookup) else tau_by_n)

@@ -19,7 +19,7 @@ from serve.engine import Engine
 from serve.http import create_app, listen, run_until_stopped
 from serve.law import Sampling, law, uniforms
 from serve.proposers import UNTRAINED, build, drafts_asked
-from serve.schedule import Schedule
+from serve.schedule import Schedule, schedule_of
 from serve.settings import PORT
 from serve.types import Answer, Proposer
 
@@ -104,13 +104,13 @@ def scheduled(
     """For a server: a fixed N where ``serve.n`` says it, else a schedule over measured costs."""
     if run.serve.n is not None or not run.serve.schedule:
         return *proposer_of(run, target, drafter), None
-    proposer = build(run.proposer, drafter, run.serve)
+    proposer = build(run.proposer, drafter, run.serve, apart=True)
     if proposer is None:
         return None, None, None
     print("costs of a round at every load: looked up, or measured now", flush=True)
     costs = costs_for(target, proposer, run.http.slots)
-    known = {} if proposer is not drafter or run.drafter is None else known_taus(Path(run.drafter))
-    return proposer, None, Schedule(costs, proposer.max_drafts, known)
+    known = {} if run.drafter is None else known_taus(Path(run.drafter))
+    return proposer, None, schedule_of(proposer, costs, known)
 
 
 ROUNDING = 1e-3  # in logits or shares: what the order of additions may change in fp32, with room

@@ -33,9 +33,12 @@ class Proposer(Protocol):
 
 
 class Schedule(Protocol):
-    """How many drafts to ask for and to verify, decided anew each round (``serve/schedule.py``)."""
+    """How many drafts to ask for and to verify, decided anew each round (``serve/schedule.py``).
 
-    def drafts(self, rows: int) -> int: ...
+    ``drafts`` is ``None`` for a plain round: nobody is asked, not even for what could be looked up.
+    """
+
+    def drafts(self, rows: int) -> int | None: ...
 
     def prefixes(self, proposal: Proposal, rows: int) -> list[int]: ...
 

@@ -121,7 +121,10 @@ def test_a_scheduled_proposer_runs_as_the_server_runs_it(target, monkeypatch):
     assert one.schedule._accepted.upto()[0] == 0.5
     combined = engine_maker("suffix+dflash, scheduled", target, drafter, config, 7, {1: 1.5})(2, 40)
     assert (combined.num_drafts, combined.proposer.n) == (16, 4)
-    assert combined.schedule._accepted.upto()[0] != 0.5  # what is known is known of the drafter alone
+    assert (
+        combined.schedule._accepted.upto()[0] == 0.5
+    )  # of the trained drafter's rows; copies are counted apart
+    assert combined.schedule.copies == 16
     assert engine_maker("dflash", target, drafter, config, 7)(2, 40).schedule is None
     with pytest.raises(ValueError, match="'none, scheduled' has no drafts to schedule; write none"):
         engine_maker("none, scheduled", target, drafter, config, 7)

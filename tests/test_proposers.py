@@ -195,6 +195,17 @@ def test_a_short_match_is_not_enough_because_few_drafts_are_asked_for(n):
     assert len(costly.asked) == 1
 
 
+@pytest.mark.parametrize("n", [0, 2])
+def test_apart_the_number_asked_for_is_the_trained_drafters_alone(n):
+    cheap, costly = fixed([4, 2, 0], 0, 4), fixed(None, 50, 3)
+    combined = Combined(cheap, costly, trust=3, apart=True)
+    proposal = combined.propose(combined.begin(3, 64), range(3), torch.zeros(3).long(), n)
+    assert costly.asked == ([2] if n else [])
+    assert proposal.lengths == ([4, 2, 2] if n else [4, 2, 0])
+    assert proposal.copied == ([True, False, False] if n else [True] * 3)
+    assert proposal.tokens_BK[0].tolist() == [0, 1, 2, 3]
+
+
 def test_a_lookup_of_few_drafts_is_trusted_with_all_it_can_make():
     cheap, costly = fixed([2, 2, 2], 0, 2), fixed(None, 50, 3)
     combined = Combined(cheap, costly, trust=4)

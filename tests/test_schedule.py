@@ -294,7 +294,7 @@ class Played:
     at: float
     seconds: float
     plain: float
-    n: int
+    n: int | None
 
 
 def play(schedule, acceptance, seconds, *, true=None, rows=lambda at: 1, seed=0) -> list[Played]:
@@ -303,13 +303,13 @@ def play(schedule, acceptance, seconds, *, true=None, rows=lambda at: 1, seed=0)
     while at < seconds:
         num = rows(at)
         n = schedule.drafts(num)
-        lengths = schedule.prefixes(Proposal(NONE_BK[:num, :n]), num)
+        lengths = schedule.prefixes(Proposal(NONE_BK[:num, : n or 0]), num)
         accepted = [
             next((k for k in range(length) if draw.random() >= acceptance(at, k)), length)
             for length in lengths
         ]
         noise = 0.95 + 0.1 * draw.random()
-        spent = noise * (true.draft(num, n) + true.step(num, num + sum(lengths)))
+        spent = noise * (true.draft(num, n or 0) + true.step(num, num + sum(lengths)))
         schedule.heard(lengths, accepted, spent)
         at += spent
         plain = (num + sum(accepted)) * true.plain(num) / num
@@ -439,7 +439,7 @@ def test_with_rows_enough_plain_decoding_is_chosen():
     play(schedule, ACCEPTANCE["good"], 20, true=steep)
     assert schedule.n > 0
     play(schedule, ACCEPTANCE["good"], 20, true=steep, rows=lambda at: 64)
-    assert schedule.n == 0
+    assert schedule.n is None
     assert schedule.drafts(1) > 0
 
 
@@ -454,7 +454,7 @@ def test_drafting_is_compared_with_plain_rounds_of_now():
     """The machine becomes slower at plain decoding alone, and drafting that lost before wins."""
     schedule = Schedule(costs(), 7)
     play(schedule, ACCEPTANCE["little"], 30)
-    assert schedule.n == 0
+    assert schedule.n is None
     loads = (1, 2, 4, 8)
     steps, plain = Table(loads, (1, 8), ((0.09, 0.091),) * 4), Table(loads, (1,), ((0.09,),) * 4)
     slow = Costs(steps, costs().drafting, plain)
@@ -468,6 +468,84 @@ def test_a_hiccup_of_the_machine_ends_nothing():
     schedule.prefixes(Proposal(NONE_BK[:1, :before]), 1)
     schedule.heard([before], [0], 30.0)
     assert schedule.drafts(1) > 0
+
+
+# Lookups before a trained drafter ----------------------------------------------------------------------
+
+
+def play_combined(schedule, share, right, acceptance, seconds, *, rows=1, copies=7, seed=0) -> list[Played]:
+    """As ``play``: a row copies ``copies`` drafts with probability ``share``, else a trained drafter drafts.
+
+    ``right`` and ``acceptance`` are those of a draft given the ones before it.
+    """
+    true, draw, at, out = costs(), random.Random(seed), 0.0, []
+    while at < seconds:
+        n = schedule.drafts(rows)
+        copied = [n is not None and draw.random() < share for _ in range(rows)]
+        lengths = [copies if one else n or 0 for one in copied]
+        proposal = Proposal(NONE_BK[:rows, : max(lengths)], None, None, lengths, copied)
+        assert schedule.prefixes(proposal, rows) == lengths
+        odds = [right if one else acceptance for one in copied]
+        accepted = [
+            next((k for k in range(length) if draw.random() >= odd), length)
+            for length, odd in zip(lengths, odds, strict=True)
+        ]
+        drafting = 0.0 if all(copied) else true.draft(rows, n or 0)
+        spent = (0.95 + 0.1 * draw.random()) * (drafting + true.step(rows, rows + sum(lengths)))
+        schedule.heard(lengths, accepted, spent)
+        at += spent
+        out.append(Played(at, spent, (rows + sum(accepted)) * true.plain(rows) / rows, n))
+    return out
+
+
+def expected(share: float, right: float, acceptance: float, n: int | None) -> float:
+    """Speed of one row against plain decoding, in the long run."""
+    if n is None:
+        return 1.0
+    copied, trained = sum(right**k for k in range(8)), sum(acceptance**k for k in range(n + 1))
+    spent = share * costs().step(1, 8) + (1 - share) * (costs().draft(1, n) + costs().step(1, 1 + n))
+    return (share * copied + (1 - share) * trained) * costs().plain(1) / spent
+
+
+@pytest.mark.parametrize(
+    ("share", "right", "acceptance"),
+    [
+        (0.3, 0.95, 0.1),  # a drafter that is not worth its time, and long copies that are
+        (0.3, 0.95, 0.8),
+        (0.05, 0.9, 0.8),
+        (0.9, 0.95, 0.4),
+        (0.3, 0.1, 0.8),  # copies that are wrong: only as good as what else there is
+        (0.8, 0.0, 0.0),
+        (0.0, 0.0, 0.35),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_trained_drafter_and_copies_are_judged_each_by_itself(share, right, acceptance, rows):
+    schedule = Schedule(costs(), 7, copies=7)
+    rounds = play_combined(schedule, share, right, acceptance, 120, rows=rows)
+    assert worst_minute(rounds) >= 0.97
+    if rows == 1:
+        best = max(expected(share, right, acceptance, n) for n in (None, *range(8)))
+        assert speed(rounds, since=60) > 0.93 * best
+
+
+def test_a_drafter_that_is_not_worth_its_time_rests_while_copies_are_verified():
+    schedule = Schedule(costs(), 7, copies=7)
+    rounds = play_combined(schedule, 0.3, 0.95, 0.1, 120)
+    assert schedule.n == 0
+    assert schedule.summary.drafts == 0
+    late = [played.n for played in rounds if played.at > 60]
+    assert late.count(0) > 0.9 * len(late)
+
+
+def test_copies_bound_by_the_drafters_n_would_lose_what_they_are_worth():
+    """What a schedule that pools both gains: less than half of it."""
+    apart = speed(play_combined(Schedule(costs(), 7, copies=7), 0.4, 0.95, 0.2, 120), since=60)
+    cut = [
+        speed(play_combined(Schedule(costs(), 7, copies=7), 0.4, 0.95, 0.2, 120, copies=few), since=60)
+        for few in (1, 2)
+    ]
+    assert max(cut) - 1 < 0.5 * (apart - 1)
 
 
 # Prefixes ---------------------------------------------------------------------------------------------
@@ -514,23 +592,23 @@ def test_the_best_prefixes_are_looked_for_past_a_dent_unless_drafts_were_drawn()
 
 def test_what_the_room_of_an_answer_cuts_off_says_nothing_of_acceptance_and_what_prefixes_cut_does():
     """Every second round verifies 1 of 3 drafts; all that are verified are accepted."""
-    expected = {}
+    gained = {}
     for chosen in (3, 1):
         schedule = Schedule(costs(), 3)
-        schedule._asked = 3
+        schedule._asked, schedule._copied = 3, [False]
         for at in range(400):
             schedule._prefixes = [3 if at % 2 else chosen]
             schedule.heard([3 if at % 2 else 1], [3 if at % 2 else 1], 0.05)
         assert schedule._accepted.upto() == pytest.approx([1, 1, 1], abs=0.01)
-        expected[chosen] = list(map(mul, schedule._reached.upto(), schedule._accepted.upto()))
-    assert expected[3] == pytest.approx([1, 1, 1], abs=0.05)
-    assert expected[1] == pytest.approx([1, 0.5, 0.5], abs=0.05)
+        gained[chosen] = list(map(mul, schedule._reached.upto(), schedule._accepted.upto()))
+    assert gained[3] == pytest.approx([1, 1, 1], abs=0.05)
+    assert gained[1] == pytest.approx([1, 0.5, 0.5], abs=0.05)
 
 
 def test_the_summary_counts_plain_rounds_and_verified_drafts():
     schedule = Schedule(costs(), 3)
     assert (schedule.summary.plain_share, schedule.summary.verified) == (0, 0)
-    assert schedule.drafts(2) == 0  # the first round is plain: what drafting is compared with
+    assert schedule.drafts(2) is None  # the first round is plain: what drafting is compared with
     schedule.heard([0, 0], [0, 0], 0.03)
     for _ in range(3):
         assert schedule.drafts(2) == 3
@@ -543,7 +621,7 @@ def test_the_summary_counts_plain_rounds_and_verified_drafts():
 
 def test_without_drafts_to_ask_for_decoding_is_plain():
     schedule = Schedule(costs(), 0)
-    assert {played.n for played in play(schedule, ACCEPTANCE["good"], 5)} == {0}
+    assert {played.n for played in play(schedule, ACCEPTANCE["good"], 5)} == {None}
 
 
 # On an engine -----------------------------------------------------------------------------------------
