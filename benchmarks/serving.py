@@ -1,8 +1,10 @@
 """Tokens a second of the engine: plain beside vLLM, drafts beside plain, lookups beside transformers.
 
+Also what drafters that accept nothing cost a schedule in its worst minute.
+
 ``python -m benchmarks.serving vllm=PYTHON drafter=DIR``. Each side is a process of its own; all take turns on
 the same jobs. A rate is the tokens between a short and a long run of the same prompts over the seconds
-between them, so that neither prefill nor start-up counts. ``parts=plain,drafts,lookup`` chooses.
+between them, so that neither prefill nor start-up counts. ``parts=plain,drafts,lookup,guard`` chooses.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from benchmarks import environment, options
@@ -21,8 +25,12 @@ from benchmarks.vllm_parity import prompts_of
 from benchmarks.worker import ROOT, Worker
 from data.examples import renderer
 from data.sources import DataConfig
+from drafters import checkpoint
 from drafters.checkpoint import read_config
+from drafters.eagle3 import Eagle3Config
+from drafters.method import build
 from drafters.target import HardwareConfig, Target, load
+from drafters.vocab import choose
 from serve.prompts import built_in
 
 
@@ -149,6 +157,48 @@ def lookup(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
     return _beside(names, about, chosen, [[prompt] for prompt in asked], "generate, prompt lookup", "lookup")
 
 
+def guard(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
+    """What a schedule loses, in its worst minute, to a drafter of which nothing is accepted.
+
+    An untrained EAGLE-3, one request at a time on made-up prompts, from a cold start for a minute and a half.
+    A minute is any run of answers that plain decoding needs 60 seconds for.
+    """
+    about = {"target": target.model.name_or_path, "dtype": "float32", "slots": 1}
+    about |= {"capacity": 64 + chosen["tokens"] + 16}
+    jobs = [[[100 + 7 * at + i for i in range(48)]] for at in range(chosen["answers"])]
+    none = {"drafter": "", "n": None, "lookup": 0, "schedule": False, "past": True, "proposer": "none"}
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / "drafter"
+        config = Eagle3Config(init="random")
+        vocab = choose(torch.ones(target.vocab_size), config.kept_tokens(target.vocab_size))
+        checkpoint.write(build(config, target, vocab), directory)
+        own = {**none, "schedule": True, "drafter": str(directory), "proposer": "eagle3"}
+        names = {"none": none, "untrained eagle3, scheduled": own}
+        sides = {name: Side({**about, **more}, "", chosen["threads"]) for name, more in names.items()}
+        in_turns(sides, jobs, short=1, long=chosen["tokens"] + 1, ignore_eos=True, name="guard")
+    rows = []
+    for name, side in sides.items():
+        plain_seconds, seconds = ([1 / rate for rate in one.rates] for one in (sides["none"], side))
+        rows.append(
+            {
+                "side": name,
+                "rate": side.rate,
+                "tau": side.tau,
+                "seconds": side.seconds,
+                "worst minute": worst_minute(plain_seconds, seconds, chosen["tokens"]),
+            }
+        )
+        side.worker.close()
+    return rows
+
+
+def worst_minute(plain: list[float], other: list[float], tokens: int, minute: float = 60.0) -> float:
+    """The least of plain over other seconds, a token each, of runs of answers that are a minute of plain."""
+    num = next(k for k in range(1, len(plain) + 1) if k == len(plain) or tokens * sum(plain[:k]) >= minute)
+    runs = range(len(plain) - num + 1)
+    return min(sum(plain[at : at + num]) / sum(other[at : at + num]) for at in runs)
+
+
 def _beside(
     names: dict[str, dict], about: dict, chosen: dict, jobs: list, base: str, name: str
 ) -> list[dict]:
@@ -169,13 +219,13 @@ def _beside(
     return rows
 
 
-PARTS = {"plain": plain, "drafts": drafting, "lookup": lookup}
+PARTS = {"plain": plain, "drafts": drafting, "lookup": lookup, "guard": guard}
 
 
 def main() -> None:
     chosen = options(
         sys.argv[1:],
-        parts="plain,drafts,lookup",
+        parts="plain,drafts,lookup,guard",
         vllm="",
         drafter="",
         n=4,
@@ -184,6 +234,7 @@ def main() -> None:
         prompts=24,
         tokens=128,
         repeats=5,
+        answers=16,
         threads=2,
     )
     parts = chosen["parts"].split(",")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import device_step, options, peer_parity, train_step, vllm_parity
+from benchmarks import device_step, options, peer_parity, serving, train_step, vllm_parity
 from benchmarks.step import Shapes, Step
 from data.pack import pack
 from drafters.method import all_methods, build
@@ -154,3 +154,12 @@ def test_logits_that_a_peer_lays_out_its_own_way_are_compared_anchor_by_anchor(m
         assert asked["mask.0"].nonzero()[:, 0].tolist() == anchors_A.tolist()
     theirs_AKN = peer_parity.of_anchors(drafter, theirs, anchors_A)
     assert peer_parity.compare(drafter, batch, anchors_A, theirs_AKN) == (0.0, 1.0)
+
+
+def test_the_worst_minute_is_of_answers_one_after_another():
+    """Plain decoding needs 10 seconds an answer of 100 tokens, so six of them are a minute."""
+    plain, other = [0.1] * 9, [0.1] * 3 + [0.2] * 2 + [0.1] * 4
+    assert serving.worst_minute(plain, plain, 100) == 1
+    assert serving.worst_minute(plain, other, 100) == pytest.approx(6 / 8)
+    assert serving.worst_minute(plain, other, 50) == pytest.approx(9 / 11)  # less than a minute in all
+    assert serving.worst_minute(plain, other, 300) == pytest.approx(2 / 4)
