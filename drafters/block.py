@@ -147,6 +147,11 @@ class BlockDrafter(Drafter):
             "sliding_window_non_causal": self.config.sliding_window is None,
         }
 
+    @property
+    def nested(self) -> bool:
+        """Causal blocks alone: in others a slot sees those after it."""
+        return self.config.sliding_window is not None
+
     @classmethod
     def read_description(cls, found: dict[str, Any]) -> BlockConfig:
         layers = found["transformer_layer_config"]

@@ -416,6 +416,10 @@ class Eagle3(Drafter):
     def max_drafts(self) -> int:
         return self.config.unroll
 
+    @property
+    def nested(self) -> bool:
+        return True
+
     def describe(self) -> dict[str, Any]:
         return {name: getattr(self.config, name) for name in FLAGS} | {"embed_requires_grad": False}
 

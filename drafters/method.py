@@ -112,6 +112,11 @@ class Drafter(nn.Module):
         """Whether proposals come with a confidence a draft."""
         return False
 
+    @property
+    def nested(self) -> bool:
+        """Whether N drafts are the first N of any larger number, so that one pass tells them all."""
+        return False
+
     def forward(self, batch: Batch) -> Loss:
         """What an engine wraps (DeepSpeed calls modules, not methods)."""
         return self.loss(batch)

@@ -110,14 +110,21 @@ def cost_model(
 def measure(
     target: Target, proposer: Proposer, slots: int, ns: Sequence[int], contexts: Sequence[int]
 ) -> CostModel:
-    """Time rounds at every context, with equal numbers of drafts in all rows, and the reading of prompts."""
-    found, rows = [], spread(slots)
-    calls = (REPEATS + 1) * len(rows) * (1 + len(ns))
+    """Time rounds at every context, with equal numbers of drafts in all rows, and the reading of prompts.
+
+    At the first context for all ``ns`` and loads; at the others at the ends of both alone: a longer context
+    costs more attention, which grows with rows and tokens by lines and has none of the steps of products.
+    """
+    every, ends = (spread(slots), ns), (sorted({1, slots}), sorted({ns[0], ns[-1]}))
+    found: list[Costs] = []
     for context in tqdm(contexts, desc="costs by context"):
+        rows, some = ends if found else every
+        calls = (REPEATS + 1) * len(rows) * (1 + len(some))
         begin = max(1, context - calls // 2)  # every step keeps a token
         step, draft = costs.pieces(target, proposer, slots, calls, begin, equal=True)
         plain, _ = costs.pieces(target, None, slots, calls, begin)
-        found.append(costs.measure(step, draft, plain, rows, ns, REPEATS))
+        measured = costs.measure(step, draft, plain, rows, some, REPEATS)
+        found.append(lengthened(found[0], measured) if found else measured)
     key = costs.key_of(target, proposer, slots)
     return CostModel(
         tuple(contexts),
@@ -126,6 +133,18 @@ def measure(
         _reading(target, None),
         *(key[fact] for fact in ("target", "dtype", "machine")),
     )
+
+
+def lengthened(short: Costs, some: Costs) -> Costs:
+    """Costs at a longer context: those of the short one, and by lines what some points cost more."""
+    tables = []
+    for name in ("steps", "drafting", "alone"):
+        full, few = getattr(short, name), getattr(some, name)
+        points = [(r, c) for r in few.rows for c in few.columns]
+        more = Table.fit({point: max(few.at(*point) - full.at(*point), 1e-9) for point in points})
+        grid = [(r, c) for r in full.rows for c in full.columns]
+        tables.append(Table.fit({point: full.at(*point) + more.at(*point) for point in grid}))
+    return Costs(*tables)
 
 
 def _reading(target: Target, proposer: Proposer | None) -> Table:

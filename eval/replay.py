@@ -190,7 +190,14 @@ def score(
         every_A = torch.arange(path.first, path.first + path.length, device=batch.tokens_BT.device)
         parts = every_A.split(anchors_at_once)
         log_p_T = _log_p(drafter.target, batch, path, anchors_at_once) if drafts == "sampled" else None
-        out.append({n: _rounds(drafter, batch, path, parts, n, log_p_T) for n in ns})
+        made: dict[int, Tensor] = {}
+        for n in (max(ns),) if drafter.nested else ns:
+            if log_p_T is None:
+                some = [drafter.drafts(batch, part_A, n).tokens_BK for part_A in parts]
+            else:
+                some = [_acceptance(drafter, batch, part_A, n, path, log_p_T) for part_A in parts]
+            made[n] = torch.cat(some)
+        out.append({n: _counted(made.get(n, made[max(ns)])[:, :n], path, log_p_T is None) for n in ns})
     return out
 
 
@@ -221,15 +228,12 @@ def score_lookup(proposer: Lookup, n: int) -> Callable[[Path], Counts]:
     return count
 
 
-def _rounds(
-    drafter: Drafter, batch: Batch, path: Path, parts: Sequence[Tensor], n: int, log_p_T: Tensor | None
-) -> Counts:
-    """The rounds of one path, from the drafts of its anchors or, with the target's law, from their laws."""
-    if log_p_T is None:
-        return walk(torch.cat([drafter.drafts(batch, part_A, n).tokens_BK for part_A in parts]), path.tokens)
-    some = [_acceptance(drafter, batch, part_A, n, path, log_p_T) for part_A in parts]
-    rounds, survived = expected(torch.cat(some))
-    return Counts(n, rounds, path.length - 1, survived)
+def _counted(made_AK: Tensor, path: Path, greedy: bool) -> Counts:
+    """The rounds of one path, from the drafts made at its tokens, or from how likely each is accepted."""
+    if greedy:
+        return walk(made_AK, path.tokens)
+    rounds, survived = expected(made_AK)
+    return Counts(made_AK.shape[1], rounds, path.length - 1, survived)
 
 
 def _log_p(target: Target, batch: Batch, path: Path, at_once: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from data.examples import renderer
 from drafters import checkpoint
 from drafters.method import Drafter
-from drafters.target import EMBEDDED, Target, load
+from drafters.target import EMBEDDED, Target, load, locate
 from drafters.types import Example
 from eval import calibrate, compare, counters, plan, plan_page, report, sweeps
 from eval import diagnose as diagnosis
@@ -212,7 +212,7 @@ def _vllm_arguments(run: Run, found: dict[str, Any]) -> dict[str, Any]:
         return {"why": "drafting pays at no load; serve without it"}
     try:
         given = replace(run, drafter=method["drafter"], serve=replace(run.serve, n=pick["n"] or most))
-        speculative = vllm.speculation(given, run.target, run.hardware)
+        speculative = vllm.speculation(given, str(locate(run.target, run.hardware)), run.hardware)
     except ValueError as error:
         return {"why": str(error)}
     assert speculative is not None, given

@@ -15,7 +15,7 @@ from data.examples import examples as to_examples
 from data.examples import renderer
 from data.sources import DataConfig, read
 from drafters import checkpoint
-from drafters.target import HardwareConfig, load
+from drafters.target import EMBEDDED, HardwareConfig, load
 from drafters.types import Example
 from eval import costs as module
 from eval import plan, tasks
@@ -23,6 +23,7 @@ from eval.costs import CostModel
 from eval.plan import TRAFFIC, Candidate, PlanConfig, Workload
 from eval.replay import Counts
 from eval.report import Scored
+from recipes.schema import Run
 from serve.costs import Costs, Table
 from tests import tiny
 from tests.commands import CPU, command, refusal
@@ -129,6 +130,30 @@ def test_costs_are_measured_at_every_context_once_and_kept(tmp_path, monkeypatch
     assert module.cost_model(target, drafter, 2, [1, 3], [8, 20]) == costs
     with pytest.raises(TypeError):
         module.cost_model(target, drafter, 2, [1, 3], [8, 30])
+
+
+def test_a_longer_context_costs_more_by_lines_whatever_steps_the_short_one_has():
+    short = Costs(
+        table(lambda r, c: 1.0 if r * c <= 4 else 3.0, (1, 2, 4, 8), (1, 2, 4)),
+        table(lambda r, n: 0.1 * n, (1, 3, 7), (1, 2, 4)),
+        table(lambda r, c: 1.0, (1,), (1, 2, 4)),
+    )
+
+    def more(r, c):
+        return 0.1 * r * (1 if c == 1 else 2 + c)  # attention of one token a row is a way of its own
+
+    ends = (1, 4)
+    some = Costs(
+        table(lambda r, c: short.steps.at(r, c) + more(r, c), (1, 2, 8), ends),
+        table(lambda r, n: 0.1 * n + 0.01 * r, (1, 7), ends),
+        table(lambda r, c: 0.9, (1,), ends),  # noise: it is not cheaper
+    )
+    found = module.lengthened(short, some)
+    for r in (1, 2, 4):
+        for c in (1, 2, 4, 8):
+            assert found.steps.at(r, c) == pytest.approx(short.steps.at(r, c) + more(r, c))
+        assert found.drafting.at(r, 3) == pytest.approx(0.3 + 0.01 * r)
+        assert found.alone.at(r, 1) == pytest.approx(1.0)
 
 
 # Predicting ---------------------------------------------------------------------------------------
@@ -354,6 +379,15 @@ def test_costs_that_favour_drafting_give_arguments_for_vllm(asked, drafted, work
     assert "plan.concurrency=4: plan.costs=costs.json was measured up to 2" in refusal(
         capsys, "eval", *but(asked, "plan.concurrency=[4]"), "plan.costs=costs.json"
     )
+
+
+def test_the_target_of_the_wheel_has_arguments_for_vllm_too(drafted, workshop, monkeypatch):
+    """It has a name that only we know."""
+    monkeypatch.setattr("drafters.target.embedded_directory", lambda: workshop / "target")
+    run = Run(target=EMBEDDED, drafter=str(drafted))
+    method = {"drafter": str(drafted), "schedule": [[1, 4, 3]]}
+    given = tasks._vllm_arguments(run, {"pick": {"method": "dflash", "n": 3}, "methods": {"dflash": method}})
+    assert given["speculative_config"]["num_speculative_tokens"] == 3
 
 
 def test_the_drafters_of_runs_are_planned_together(asked, drafted, tmp_path, capsys):

@@ -13,7 +13,10 @@ import torch
 
 from data.capture import capture
 from data.chat import Renderer
+from data.pack import pack
 from data.sources import DOMAINS, DataConfig, read
+from drafters.eagle3 import Eagle3Config
+from drafters.method import build
 from drafters.types import Example
 from drafters.vocab import choose
 from eval import replay
@@ -469,3 +472,51 @@ def test_conditional_acceptance_is_survival_over_the_survival_before():
 def test_counts_of_different_lengths_are_not_added():
     with pytest.raises(ValueError, match="zip"):
         Counts(2) + Counts(3)
+
+
+# One pass for every N ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafts", ["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("kind", "settings", "nested"),
+    [
+        ("dflash", {"sliding_window": 64}, True),
+        ("dflash", {"sliding_window": 4}, True),
+        ("dflash", {}, False),
+        ("dspark", {"sliding_window": 64, "markov_rank": 4}, True),
+        ("dspark", {"sliding_window": 64, "markov_rank": 4, "anchor_predicts": False}, True),
+        ("dspark", {"markov_rank": 4}, False),
+        ("eagle3", {}, True),
+    ],
+)
+def test_nested_drafts_are_counted_from_one_pass_as_from_one_for_every_n(
+    monkeypatch, kind, settings, nested, drafts
+):
+    of = tiny.target(seed=4)
+    if kind == "eagle3":
+        drafter = build(Eagle3Config(unroll=4, draft_vocab=None, init="random"), of).eval()
+    else:
+        drafter = tiny.untrained(of, kind, **settings)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.3)
+    rows = [tiny.answered(of, seed=seed) for seed in range(3)]
+    if drafts == "greedy":  # what is drafted, and not only what of it is accepted
+        batch = pack([rows[0]], list(capture(of, [rows[0]], drafter.layer_ids, with_last=True)))
+        anchors_A = torch.arange(5, 12)
+        most_AK = drafter.drafts(batch, anchors_A, 4).tokens_BK
+        same = [
+            bool((drafter.drafts(batch, anchors_A, n).tokens_BK == most_AK[:, :n]).all()) for n in (1, 2, 3)
+        ]
+        assert all(same) == nested
+    assert drafter.nested == nested
+    found = list(paths(of, rows, drafter.layer_ids, temperature=0.8 if drafts == "sampled" else 0.0))
+    once = score(drafter, found, [1, 2, 4], drafts=drafts)
+    monkeypatch.setattr(type(drafter), "nested", False)
+    each = score(drafter, found, [1, 2, 4], drafts=drafts)
+    for one, other in zip(once, each, strict=True):
+        for n in (1, 2, 4):
+            assert one[n].rounds == pytest.approx(other[n].rounds, abs=1e-5)
+            assert one[n].survived == pytest.approx(other[n].survived, abs=1e-5)
