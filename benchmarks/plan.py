@@ -133,13 +133,13 @@ def here(chosen: dict[str, Any]) -> dict[str, Any]:
         from_row(row)
         for row in evaluate(target, drafter, examples, EvalConfig(break_even=False), 0)["conversations"]
     ]
-    load_ = plan.workload(plan.PlanConfig(), examples)
+    loads = plan.workloads(plan.PlanConfig(), examples)
     ns = list(range(1, drafter.max_drafts + 1))
     begun = perf_counter()
     costs = measure(target, drafter, max(concurrency), ns, CONTEXTS)
     seconds = perf_counter() - begun
     result = plan.build(
-        [plan.Candidate(drafter.config.name, chosen["drafter"], scored, costs)], load_, {},
+        [plan.Candidate(drafter.config.name, chosen["drafter"], scored, costs)], loads, {},
         plan.PlanConfig(concurrency=concurrency), 0,
     )  # fmt: skip
     rows = _swept(target, drafter, examples, concurrency, chosen["turns"])

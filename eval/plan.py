@@ -102,25 +102,40 @@ class Workload:
         return self.prompt + self.answer / 2
 
 
-def workload(config: PlanConfig, held: Sequence[Example]) -> Workload:
-    """As the settings say, else the means of the evaluated answers, each turn a request of its own."""
-    asked = [(example.mask.index(True), len(example.ids)) for example in answers(held)]
-    prompt = sum(first for first, _ in asked) / len(asked)
-    answer = sum(end - first for first, end in asked) / len(asked)
-    return Workload(config.prompt_tokens or prompt, config.answer_tokens or answer)
+def workloads(config: PlanConfig, held: Sequence[Example]) -> dict[str, Workload]:
+    """By domain, as the settings say, else the means of the evaluated answers; each turn is a request.
 
-
-def loads(config: PlanConfig, load: Workload) -> list[Workload]:
-    """The workload, and its answers at every context of the settings.
-
-    Errors: ``ValueError`` for a context that such answers do not fit in.
+    Errors: ``ValueError`` for ``plan.contexts`` that answers do not fit in.
     """
-    least = math.ceil(load.answer / 2) + 1
-    if short := [context for context in config.contexts if context < least]:
-        raise ValueError(
-            f"plan.contexts={short}: answers of {load.answer:.0f} tokens are at {least} or more in their "
-            "middle; give longer contexts, or plan.answer_tokens"
-        )
+    asked: dict[str, list[tuple[int, int]]] = {}
+    for example in answers(held):
+        asked.setdefault(example.domain, []).append((example.mask.index(True), len(example.ids)))
+    found = {}
+    for domain, some in asked.items():
+        prompt = sum(first for first, _ in some) / len(some)
+        answer = sum(end - first for first, end in some) / len(some)
+        found[domain] = Workload(config.prompt_tokens or prompt, config.answer_tokens or answer)
+        least = math.ceil(found[domain].answer / 2) + 1
+        if short := [context for context in config.contexts if context < least]:
+            raise ValueError(
+                f"plan.contexts={short}: {domain} answers of {found[domain].answer:.0f} tokens are at "
+                f"{least} or more in their middle; give longer contexts, or plan.answer_tokens"
+            )
+    return found
+
+
+def mixed_workload(mix: Mapping[str, float], loads: Mapping[str, Workload]) -> Workload:
+    """The mean request of a mix: a domain has as many requests as its share of tokens holds answers."""
+    requests = {domain: share / loads[domain].answer for domain, share in mix.items()}
+    prompt, answer = (
+        sum(number * getattr(loads[domain], name) for domain, number in requests.items())
+        for name in ("prompt", "answer")
+    )
+    return Workload(prompt / sum(requests.values()), answer / sum(requests.values()))
+
+
+def at_contexts(config: PlanConfig, load: Workload) -> list[Workload]:
+    """The workload, and its answers at every context of the settings."""
     others = {*config.contexts} - {round(load.context)}
     return [load, *(Workload(context - load.answer / 2, load.answer) for context in sorted(others))]
 
@@ -180,18 +195,20 @@ def rate(costs: CostModel, load: Workload, tau: Any, n: int, rows: int) -> Any:
 def predict(
     candidates: Sequence[Candidate],
     mixes: Mapping[str, Mapping[str, float]],
-    loads: Sequence[Workload],
+    loads: Mapping[str, Sequence[Workload]],
     concurrency: Sequence[int],
     seed: int,
 ) -> list[dict[str, Any]]:
     """Tokens a second and seconds a token for every mix, context, concurrency, method and N.
+
+    ``loads`` are those of each mix.
 
     N=0 does not draft; it is the fastest plain decoding that was measured beside any of the candidates.
     """
     found = []
     for mix, domains in mixes.items():
         taus = {one.name: mixed_taus(one, domains, seed) for one in candidates}
-        for load in loads:
+        for load in loads[mix]:
             for rows in concurrency:
                 plain = max(rate(one.costs, load, 1.0, 0, rows) for one in candidates)
                 where = {"concurrency": rows, "context": round(load.context), "mix": mix}
@@ -226,24 +243,31 @@ def _prediction(
 
 def build(
     candidates: Sequence[Candidate],
-    load: Workload,
+    loads: Mapping[str, Workload],
     traffic: Mapping[str, float],
     config: PlanConfig,
     seed: int,
     **facts: Any,
 ) -> dict[str, Any]:
-    """plan.json: predictions, the pick at every load and in every domain, and where drafting stops to pay."""
+    """plan.json: predictions, the pick at every load and in every domain, and where drafting stops to pay.
+
+    ``loads`` are the requests of each domain.
+    """
     mix = shares(traffic, candidates[0].scored)
     mixes = {TRAFFIC: mix, **{domain: {domain: 1.0} for domain in mix}}
-    predictions = predict(candidates, mixes, loads(config, load), config.concurrency, seed)
-    here = [line for line in predictions if line["context"] == round(load.context)]
+    means = {name: mixed_workload(some, loads) for name, some in mixes.items()}
+    load = means[TRAFFIC]
+    every = {name: at_contexts(config, mean) for name, mean in means.items()}
+    predictions = predict(candidates, mixes, every, config.concurrency, seed)
+    here = [line for line in predictions if line["context"] == round(means[line["mix"]].context)]
     served = [line for line in here if line["mix"] == TRAFFIC]
     static = _static(served)
     schedules = {one.name: _schedule(one, mix, load, max(config.concurrency), seed) for one in candidates}
     return {
         "schema_version": SCHEMA_VERSION,
         **facts,
-        "workload": {"prompt_tokens": round(load.prompt, 1), "answer_tokens": round(load.answer, 1)},
+        "workload": _described(load),
+        "workloads": {domain: _described(means[domain]) for domain in mix},
         "traffic": {domain: round(share, 4) for domain, share in mix.items()},
         "pick": static,
         "by_concurrency": [_best(served, concurrency=rows) for rows in config.concurrency],
@@ -262,6 +286,10 @@ def build(
         },
         "predictions": predictions,
     }
+
+
+def _described(load: Workload) -> dict[str, float]:
+    return {"prompt_tokens": round(load.prompt, 1), "answer_tokens": round(load.answer, 1)}
 
 
 def _best(lines: Sequence[dict[str, Any]], **where: Any) -> dict[str, Any]:

@@ -75,14 +75,25 @@ def write(result: Mapping[str, Any], candidates: Sequence[Candidate], directory:
         "prompt and answer": f"{workload['prompt_tokens']} and {workload['answer_tokens']} tokens",
         "traffic": ", ".join(f"{domain} {share:.0%}" for domain, share in traffic.items()),
     }
-    domains = [[x["mix"], x["method"], x["n"], f"{x['gain']:.2f}"] for x in result["by_domain"]]
+    domains = [
+        [x["mix"], *result["workloads"][x["mix"]].values(), x["method"], x["n"], f"{x['gain']:.2f}"]
+        for x in result["by_domain"]
+    ]
+    domain_head = (
+        "domain",
+        "prompt",
+        "answer",
+        "method",
+        "N",
+        f"gain at {result['by_domain'][0]['concurrency']}",
+    )
     parts = [
         "<h1>How many tokens to draft</h1>",
         *(f"<p>{html.escape(sentence)}</p>" for sentence in _sentences(result)),
         image(picture, "tokens a second over requests at once, a line an N"),
         html_table(HEAD, _rows(result)),
         "<h2>By domain</h2>",
-        html_table(("domain", "method", "N", f"gain at {result['by_domain'][0]['concurrency']}"), domains),
+        html_table(domain_head, domains),
         html_table([], [*facts.items()]),
     ]
     for name, content in (

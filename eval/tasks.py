@@ -130,13 +130,12 @@ def planned(run: Run) -> None:
     chosen = _to_choose_from(run)
     first = next(iter(chosen.values()))
     directory, target, drafter, held, out = _opened(replace(run, drafter=str(first)))
-    load = plan.workload(run.plan, held)
+    loads = plan.workloads(run.plan, held)  # what cannot be is refused before anything is measured
     most = target.config.max_position_embeddings - numbers_of_drafts(run.eval, drafter)[-1]
     if run.plan.contexts and max(run.plan.contexts) > most:
         raise ValueError(
             f"plan.contexts={run.plan.contexts}: the target has room for {most} tokens and drafts"
         )
-    plan.loads(run.plan, load)  # what cannot be is refused before anything is measured
     plan.check_domains(run.eval.traffic, held)
     if run.plan.costs is not None:
         _costs(run, next(iter(chosen)), target, drafter)
@@ -155,7 +154,7 @@ def planned(run: Run) -> None:
         candidates.append(plan.Candidate(name, str(directory), scored, costs))
     facts = {key: accepted[key] for key in ("target", "temperature", "dtype")}
     facts["costs"] = f"of the engine of python -m serve on {candidates[0].costs.machine}"
-    found = plan.build(candidates, load, run.eval.traffic, run.plan, run.seed, **facts)
+    found = plan.build(candidates, loads, run.eval.traffic, run.plan, run.seed, **facts)
     found["vllm"] = _vllm_arguments(run, found)
     plan_page.write(found, candidates, out)
     print(plan_page.table(found))

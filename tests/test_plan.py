@@ -62,6 +62,7 @@ SOME = [scored(f"m{i}", "math", 0.8 + 0.02 * i) for i in range(5)] + [
     scored(f"c{i}", "chat", 0.2 + 0.02 * i) for i in range(5)
 ]
 LOAD = Workload(prompt=50, answer=101)
+LOADS = {"math": LOAD, "chat": LOAD}
 
 
 def candidate(**more) -> Candidate:
@@ -69,7 +70,7 @@ def candidate(**more) -> Candidate:
 
 
 def built(config: PlanConfig | None = None, traffic: dict | None = None) -> dict:
-    return plan.build([candidate()], LOAD, traffic or {}, config or PlanConfig(), 0)
+    return plan.build([candidate()], LOADS, traffic or {}, config or PlanConfig(), 0)
 
 
 def found(result: dict, **where) -> dict:
@@ -163,8 +164,39 @@ def test_every_turn_of_a_conversation_is_a_request_of_its_own():
     """Fifty tokens are answered by fifty, twice: the second prompt holds all that was said before."""
     mask = ([False] * 50 + [True] * 50) * 2
     one = Example([9] * 200, mask, "chat", "row")
-    assert plan.workload(PlanConfig(), [one]) == Workload(100, 50)
-    assert plan.workload(PlanConfig(prompt_tokens=7, answer_tokens=9), [one]) == Workload(7, 9)
+    assert plan.workloads(PlanConfig(), [one]) == {"chat": Workload(100, 50)}
+    assert plan.workloads(PlanConfig(prompt_tokens=7, answer_tokens=9), [one]) == {"chat": Workload(7, 9)}
+
+
+def test_a_mix_has_as_many_requests_of_a_domain_as_its_tokens_hold_answers():
+    """Of 1,000 tokens half are math, in five answers, and half chat, in fifty."""
+    loads = {"math": Workload(20, 100), "chat": Workload(200, 10)}
+    mean = plan.mixed_workload({"math": 0.5, "chat": 0.5}, loads)
+    assert mean.prompt == pytest.approx((5 * 20 + 50 * 200) / 55)
+    assert mean.answer == pytest.approx(1000 / 55)
+    assert plan.mixed_workload({"chat": 1.0}, loads) == Workload(pytest.approx(200), pytest.approx(10))
+
+
+def test_the_mix_that_was_evaluated_has_the_mean_request_of_all_its_answers():
+    held = [
+        Example([9] * 60, [False] * 40 + [True] * 20, "math", "a"),
+        Example([9] * 30, [False] * 10 + [True] * 20, "math", "b"),
+        Example([9] * 90, [False] * 30 + [True] * 60, "chat", "c"),
+    ]
+    mean = plan.mixed_workload({"math": 0.4, "chat": 0.6}, plan.workloads(PlanConfig(), held))
+    assert mean == Workload(pytest.approx(80 / 3), pytest.approx(100 / 3))
+
+
+def test_a_domain_is_predicted_with_its_own_requests():
+    """Where a prompt takes a second for every hundred tokens, short answers to long prompts gain little."""
+    long = {**LOADS, "math": Workload(2000, 11)}
+    short = plan.build([candidate()], LOADS, {}, PlanConfig(), 0)
+    result = plan.build([candidate()], long, {}, PlanConfig(), 0)
+    gain, before = ({x["mix"]: x["gain"] for x in some["by_domain"]} for some in (result, short))
+    assert gain["math"] < before["math"]
+    assert gain["chat"] == before["chat"]
+    assert result["workloads"]["math"] == {"prompt_tokens": 2000, "answer_tokens": 11}
+    assert found(result, mix="math", n=4, concurrency=4)["context"] == round(2000 + 11 / 2)
 
 
 def test_an_interval_does_not_hang_on_the_order_of_conversations():
@@ -207,8 +239,11 @@ def test_predictions_are_made_for_every_mix_context_concurrency_and_number_of_dr
 
 
 def test_a_context_that_an_answer_does_not_fit_in_is_refused():
-    with pytest.raises(ValueError, match=r"plan.contexts=\[20\]: answers of 101 tokens are at 52 or more"):
-        built(PlanConfig(contexts=[20, 300]))
+    one = Example([9] * 151, [False] * 50 + [True] * 101, "chat", "row")
+    with pytest.raises(
+        ValueError, match=r"plan.contexts=\[20\]: chat answers of 101 tokens are at 52 or more"
+    ):
+        plan.workloads(PlanConfig(contexts=[20, 300]), [one])
 
 
 # Picking ------------------------------------------------------------------------------------------
@@ -254,14 +289,14 @@ def test_one_number_for_all_loads_has_the_largest_product_of_gains():
 
 def test_domains_that_accept_little_are_told_not_to_draft():
     dear = replace(candidate(), costs=model(per_token=0.3))
-    picks = {x["mix"]: x["n"] for x in plan.build([dear], LOAD, {}, PlanConfig(), 0)["by_domain"]}
+    picks = {x["mix"]: x["n"] for x in plan.build([dear], LOADS, {}, PlanConfig(), 0)["by_domain"]}
     assert picks["math"] > 0
     assert picks["chat"] == 0
 
 
 def test_two_drafters_share_a_plan():
     weak = Candidate("eagle3", "OTHER", [replace(one, by_n=SOME[-1].by_n) for one in SOME], model())
-    result = plan.build([weak, candidate()], LOAD, {}, PlanConfig(concurrency=[1]), 0)
+    result = plan.build([weak, candidate()], LOADS, {}, PlanConfig(concurrency=[1]), 0)
     assert result["by_concurrency"][0]["method"] == "dflash"
     assert set(result["methods"]) == {"dflash", "eagle3"}
     assert [x["method"] for x in result["predictions"] if x["mix"] == TRAFFIC].count("none") == 1
