@@ -30,7 +30,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from drafters.layers import Blocks, ContextLayer, Linear, RMSNorm, Rotary
+from drafters.layers import Blocks, ContextLayer, RMSNorm, Rotary
 from drafters.method import Drafter, MethodConfig, check_lengths
 from drafters.objective import counted
 from drafters.ops import (
@@ -43,6 +43,7 @@ from drafters.ops import (
     sample_anchors,
     valid_anchors,
 )
+from drafters.products import Linear
 from drafters.shape import copy_layer, draft_shape, layer_config, randomise
 from drafters.target import Target
 from drafters.types import Batch, Proposal, States

@@ -33,11 +33,11 @@ from torch.nn import functional as F
 
 from drafters import checkpoint
 from drafters.block import BlockConfig, BlockDrafter
-from drafters.layers import Linear
 from drafters.losses import Extra, Lengths, LossWeights
 from drafters.method import method
 from drafters.objective import objective
 from drafters.ops import decay_weights, previous_tokens
+from drafters.products import Linear
 from drafters.target import Target
 from drafters.types import Batch, Example, Loss, Proposal
 from drafters.vocab import DraftVocab

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 
-from drafters.layers import MLP, Attention, ContextLayer, Linear, RMSNorm, Rotary
+from drafters.layers import MLP, Attention, ContextLayer, RMSNorm, Rotary
 from drafters.losses import LossWeights
 from drafters.method import Drafter, MethodConfig, check_lengths, method
 from drafters.objective import counted, objective
@@ -47,6 +47,7 @@ from drafters.ops import (
     sample_anchors,
     valid_anchors,
 )
+from drafters.products import Linear
 from drafters.shape import copy_layer, draft_shape, layer_config, randomise
 from drafters.target import Target
 from drafters.types import Batch, Loss, Proposal, States

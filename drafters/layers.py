@@ -6,8 +6,6 @@ Module names are the tensor names of the drafter directory (vLLM and speculators
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,90 +14,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from drafters.ops import Span
-
-FEW_ROWS = 8  # up to this many, a product on a CPU is bound by reading the weight
-STREAMED_ROWS = 4  # up to this many, that is quicker than reordered weights
-
-
-def product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """``x W^T`` as decoding needs it: a few rows on a CPU stream the weight once.
-
-    The libraries behind torch read W at half speed in ``x W^T`` for 2 to 8 rows, and at full speed in
-    ``(W x^T)^T`` for 2, 4 or 8 rows, so others are filled up to the next of these by repeating rows. The
-    result is laid out like that of ``F.linear``: what follows is slow on a transposed one.
-    """
-    rows_PI = x.reshape(-1, x.shape[-1])
-    num = len(rows_PI)
-    few = 0 < num <= FEW_ROWS and x.device.type == "cpu" and x.dtype == torch.float32
-    if not few or torch.is_grad_enabled():
-        return F.linear(x, weight_OI, bias_O)
-    full = max(2, 1 << (num - 1).bit_length())
-    filled_PI = rows_PI if full == num else torch.cat([rows_PI, rows_PI[: full - num]])
-    out_PO = (weight_OI @ filled_PI.T).T[:num].contiguous()
-    if bias_O is not None:
-        out_PO = out_PO + bias_O
-    return out_PO.view(*x.shape[:-1], len(weight_OI))
-
-
-class Linear(nn.Linear):
-    """A linear layer that is quick at a few rows."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return product(input, self.weight, self.bias)
-
-
-class FrozenLinear(Linear):
-    """A linear layer whose weight stays as it is: on a CPU it keeps a second copy in oneDNN's own order.
-
-    Products of five rows or more, in fp32 and without gradients, then take 0.6 to 0.9 of the time; up to
-    four are quicker by ``product``. The copy is made at the first of them, and again for a weight that was
-    replaced or written to after all (what is written to ``weight.data``, torch does not count).
-    """
-
-    _packed: Packed | None = None
-
-    def forward(self, input: Tensor) -> Tensor:
-        x, weight = input, self.weight
-        many = x.numel() > STREAMED_ROWS * x.shape[-1] and x.device.type == "cpu" and x.dtype == torch.float32
-        if not many or torch.is_grad_enabled():
-            return super().forward(x)
-        if self._packed is None or not self._packed.holds(weight):
-            self._packed = Packed(weight)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed.reordered, self.bias, "none", [], "")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy makes its own: such tensors cannot be copied."""
-        return {name: value for name, value in self.__dict__.items() if name != "_packed"}
-
-
-class Packed:
-    """A weight in oneDNN's order, and what it was made from."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.source = weight.detach()  # held, so that no other weight comes to lie in its place
-        self.version = _version(weight)
-        self.reordered = torch.ops.mkldnn._reorder_linear_weight(self.source)
-
-    def holds(self, weight: Tensor) -> bool:
-        """Whether this is that weight still, neither replaced nor written to."""
-        return weight.data_ptr() == self.source.data_ptr() and _version(weight) == self.version
-
-
-def _version(weight: Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version
-
-
-@cache
-def packs_weights() -> bool:
-    """Whether this torch has products on weights in oneDNN's order, and right ones: they are not public."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    layer, x = FrozenLinear(8, 16), torch.ones(STREAMED_ROWS + 1, 8)
-    try:
-        with torch.inference_mode():
-            return torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias), atol=1e-5)
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return False
+from drafters.products import Linear
 
 
 class RMSNorm(nn.Module):

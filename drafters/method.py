@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from drafters.layers import product
 from drafters.losses import LossWeights
 from drafters.ops import product_dtype
+from drafters.products import product
 from drafters.target import Target
 from drafters.types import Batch, Example, Loss, Proposal, States
 from drafters.vocab import DraftVocab

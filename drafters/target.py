@@ -32,7 +32,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from drafters.layers import FrozenLinear, Linear, packs_weights
+from drafters.products import FrozenLinear, Linear, packs_weights
 from drafters.types import States
 
 EMBEDDED = "smollm2-embedded"

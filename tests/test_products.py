@@ -8,14 +8,28 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from drafters.layers import FEW_ROWS, STREAMED_ROWS, FrozenLinear, Linear, packs_weights, product
+from drafters import products
+from drafters.products import STREAMED, FrozenLinear, Linear, packs_weights, product
 from tests import tiny
 
 
-@pytest.mark.parametrize("rows", range(FEW_ROWS + 3))
+@pytest.fixture
+def take(monkeypatch):
+    """Makes one way the quickest, for weights of any size."""
+
+    def chosen(way: str) -> None:
+        monkeypatch.setattr(products, "LARGE", 0)
+        monkeypatch.setattr(products, "_plain", set())
+        monkeypatch.setattr(products, "quickest", lambda rows: (way, "linear"))
+
+    return chosen
+
+
+@pytest.mark.parametrize("rows", range(STREAMED + 1))
 @pytest.mark.parametrize("bias", [False, True])
 @torch.inference_mode()
-def test_a_few_rows_give_what_a_linear_layer_gives(rows, bias):
+def test_a_few_rows_give_what_a_linear_layer_gives(take, rows, bias):
+    take("streamed")
     x, weight, offset = torch.randn(1, rows, 24), torch.randn(40, 24), torch.randn(40)
     given = offset if bias else None
     found = product(x, weight, given)
@@ -23,7 +37,8 @@ def test_a_few_rows_give_what_a_linear_layer_gives(rows, bias):
     assert torch.allclose(found, F.linear(x, weight, given), atol=1e-5)
 
 
-def test_training_and_other_precisions_take_the_plain_way(monkeypatch):
+def test_training_and_other_precisions_take_the_plain_way(take, monkeypatch):
+    take("streamed")
     seen = []
     monkeypatch.setattr(F, "linear", lambda x, weight, bias: seen.append(x.dtype))
     layer = Linear(4, 4)
@@ -42,7 +57,8 @@ def test_a_target_decodes_with_them():
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @torch.inference_mode()
-def test_the_result_is_laid_out_like_that_of_a_linear_layer(rows):
+def test_the_result_is_laid_out_like_that_of_a_linear_layer(take, rows):
+    take("streamed")
     assert product(torch.randn(1, rows, 24), torch.randn(40, 24)).is_contiguous()
 
 
@@ -51,11 +67,12 @@ def frozen(inputs: int = 24, outputs: int = 40, bias: bool = False) -> FrozenLin
     return FrozenLinear(inputs, outputs, bias).requires_grad_(False)
 
 
-@pytest.mark.skipif(not packs_weights(), reason="this torch has no products on reordered weights")
-@pytest.mark.parametrize("rows", [1, STREAMED_ROWS, STREAMED_ROWS + 1, 33])
+@pytest.mark.skipif(not packs_weights(), reason="this torch has no products with packed weights")
+@pytest.mark.parametrize("rows", [1, 5, 33])
 @pytest.mark.parametrize("bias", [False, True])
 @torch.inference_mode()
-def test_reordered_weights_give_what_a_linear_layer_gives(rows, bias):
+def test_packed_weights_give_what_a_linear_layer_gives(take, rows, bias):
+    take("packed")
     layer = frozen(bias=bias)
     for x in (
         torch.randn(rows, 24),
@@ -66,11 +83,11 @@ def test_reordered_weights_give_what_a_linear_layer_gives(rows, bias):
         found = layer(x)
         assert torch.allclose(found, F.linear(x, layer.weight, layer.bias), atol=1e-5)
         assert found.is_contiguous()
-    assert (layer._packed is None) == (2 * rows <= STREAMED_ROWS)
+    assert layer._packed is not None
     assert layer(torch.empty(0, 24)).shape == (0, 40)
 
 
-@pytest.mark.skipif(not packs_weights(), reason="this torch has no products on reordered weights")
+@pytest.mark.skipif(not packs_weights(), reason="this torch has no products with packed weights")
 @pytest.mark.parametrize(
     "change",
     [
@@ -81,7 +98,8 @@ def test_reordered_weights_give_what_a_linear_layer_gives(rows, bias):
     ],
     ids=["in place", "loaded", "replaced", "moved"],
 )
-def test_a_weight_that_changes_after_all_is_reordered_again(change):
+def test_a_weight_that_changes_after_all_is_packed_again(take, change):
+    take("packed")
     layer, x = frozen(), torch.randn(9, 24)
     with torch.no_grad():
         layer(x)
@@ -89,8 +107,9 @@ def test_a_weight_that_changes_after_all_is_reordered_again(change):
         assert torch.allclose(layer(x), F.linear(x, layer.weight), atol=1e-5)
 
 
-@pytest.mark.skipif(not packs_weights(), reason="this torch has no products on reordered weights")
-def test_reordered_weights_are_neither_saved_nor_copied():
+@pytest.mark.skipif(not packs_weights(), reason="this torch has no products with packed weights")
+def test_packed_weights_are_neither_saved_nor_copied(take):
+    take("packed")
     layer, x = frozen(), torch.randn(9, 24)
     with torch.no_grad():
         want = layer(x)
@@ -98,11 +117,45 @@ def test_reordered_weights_are_neither_saved_nor_copied():
     assert list(layer.state_dict()) == ["weight"]
 
 
-def test_gradients_take_the_plain_way():
+def test_gradients_take_the_plain_way(take):
+    take("packed")
     layer, x = frozen(), torch.randn(9, 24, requires_grad=True)
     layer(x).sum().backward()
     assert x.grad is not None
     assert layer._packed is None
+
+
+@torch.inference_mode()
+def test_small_weights_are_worth_no_timing(monkeypatch):
+    monkeypatch.setattr(products, "_timed", None)
+    assert frozen()(torch.randn(2, 24)).shape == (2, 40)
+
+
+def test_the_quickest_way_goes_first_and_the_plain_one_where_little_is_saved(monkeypatch):
+    seconds = {
+        1: {"linear": 1.0, "streamed": 0.95, "packed": 2.0},
+        2: {"linear": 1.0, "streamed": 0.5, "packed": 0.7},
+        16: {"linear": 1.0, "packed": 0.4},
+    }
+    monkeypatch.setattr(products, "ROWS", (*seconds,))
+    monkeypatch.setattr(products, "_timed", lambda: seconds)
+    monkeypatch.setattr(products, "quickest", products.quickest.__wrapped__)
+    assert products.quickest(1) == ("linear",)
+    assert products.quickest(2) == ("streamed", "packed", "linear")
+    for rows in (3, 16, 500):  # taken for the next number that was timed, else for the last
+        assert products.quickest(rows) == ("packed", "linear")
+
+
+@torch.inference_mode()
+def test_every_way_is_timed_once_a_process_at_the_rows_that_it_is_for(monkeypatch):
+    monkeypatch.setattr(products, "LARGE", 0)
+    order = {rows: products.quickest(rows) for rows in (1, STREAMED, STREAMED + 1)}
+    assert all(ways[-1] == "linear" for ways in order.values())
+    assert "streamed" not in order[STREAMED + 1]
+    before = products._timed.cache_info().misses
+    x, layer = torch.randn(4, 24), frozen()
+    assert torch.allclose(layer(x), F.linear(x, layer.weight), atol=1e-5)
+    assert products._timed.cache_info().misses == before
 
 
 def test_a_target_without_room_for_a_second_copy_has_none(monkeypatch):

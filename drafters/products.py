@@ -1,0 +1,174 @@
+"""Products of a few rows with a large weight, by the way that is quickest on this machine.
+
+Decoding multiplies one row to a few dozen with every weight, and reads each weight from memory for it. How
+near that comes to the memory's speed hangs on the processor and on the number of rows, so the ways that lead
+to the same numbers are timed once a process, at the first product that is worth it:
+
+    linear      x W^T as torch does it
+    streamed    (W x^T)^T, filled up to 2, 4 or 8 rows
+    packed      W in oneDNN's own order, a second copy (``FrozenLinear``)
+
+With 2 to 4 rows in fp32 one processor (AVX2) takes half the time of ``linear`` when streamed, another
+(AVX-512) twice of it; from five rows on packed weights took 0.3 to 0.9 of it on both.
+"""
+
+from __future__ import annotations
+
+import statistics
+from functools import cache
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+LARGE = 2**16  # numbers in a weight from which on the way matters
+STREAMED = 8  # the most rows that are streamed
+ROWS = (1, 2, 3, 4, 8, 16)  # numbers of rows that are timed: others are taken for the next of them
+WORTH = 0.9  # of the time of ``linear``: another way has to save a tenth
+
+
+def product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """``x W^T``, laid out like the result of ``F.linear``: what follows is slow on others."""
+    if _way(x, weight_OI, ("linear", "streamed")) == "streamed":
+        return streamed(x, weight_OI, bias_O)
+    return F.linear(x, weight_OI, bias_O)
+
+
+def streamed(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """``(W x^T)^T`` of 2, 4 or 8 rows; others are filled up to the next of these by repeating rows."""
+    rows_PI = x.reshape(-1, x.shape[-1])
+    num = len(rows_PI)
+    full = max(2, 1 << (num - 1).bit_length())
+    filled_PI = rows_PI if full == num else torch.cat([rows_PI, rows_PI[: full - num]])
+    out_PO = (weight_OI @ filled_PI.T).T[:num].contiguous()
+    if bias_O is not None:
+        out_PO = out_PO + bias_O
+    return out_PO.view(*x.shape[:-1], len(weight_OI))
+
+
+class Linear(nn.Linear):
+    """A linear layer that is quick at a few rows."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return product(input, self.weight, self.bias)
+
+
+class FrozenLinear(Linear):
+    """A linear layer whose weight stays as it is, so that a packed copy of it can be kept.
+
+    The copy is made at the first product that it is quickest for, and again for a weight that was replaced
+    or written to after all (what is written to ``weight.data``, torch does not count).
+    """
+
+    _packed: Packed | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        x, weight = input, self.weight
+        way = _way(x, weight, ("linear", "streamed", "packed"))
+        if way == "linear":
+            return F.linear(x, weight, self.bias)
+        if way == "streamed":
+            return streamed(x, weight, self.bias)
+        if self._packed is None or not self._packed.holds(weight):
+            self._packed = Packed(weight)
+        return self._packed.product(x, self.bias)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes its own: such tensors cannot be copied."""
+        return {name: value for name, value in self.__dict__.items() if name != "_packed"}
+
+
+class Packed:
+    """A weight in oneDNN's order, and what it was made from."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.source = weight.detach()  # held, so that no other weight comes to lie in its place
+        self.version = _version(weight)
+        self.reordered = torch.ops.mkldnn._reorder_linear_weight(self.source)
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether this is that weight still, neither replaced nor written to."""
+        return weight.data_ptr() == self.source.data_ptr() and _version(weight) == self.version
+
+    def product(self, x: Tensor, bias_O: Tensor | None) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.reordered, bias_O, "none", [], "")
+
+
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
+
+
+@cache
+def packs_weights() -> bool:
+    """Whether this torch has products with packed weights, and right ones: they are not public."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    weight, x = torch.ones(16, 8), torch.ones(5, 8)
+    try:
+        with torch.inference_mode():
+            return torch.allclose(Packed(weight).product(x, None), F.linear(x, weight), atol=1e-5)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+
+
+# Which way ---------------------------------------------------------------------------------------
+
+
+_plain: set[int] = (
+    set()
+)  # numbers of rows that ``linear`` is quickest for: asked first, for Python's time counts
+
+
+def _way(x: Tensor, weight_OI: Tensor, among: tuple[str, ...]) -> str:
+    """The quickest of some ways; ``linear`` where nothing is to be gained.
+
+    There is a choice in decoding, in fp32 on a CPU, with weights that take time to read.
+    """
+    rows = x.numel() // x.shape[-1]
+    if rows in _plain or torch.is_grad_enabled() or weight_OI.numel() < LARGE or rows == 0:
+        return "linear"
+    if x.dtype != torch.float32 or x.device.type != "cpu":
+        return "linear"
+    order = quickest(rows)
+    if order[0] == "linear":
+        _plain.add(rows)
+    return next(way for way in order if way in among)
+
+
+@cache
+def quickest(rows: int) -> tuple[str, ...]:
+    """The ways of a product of so many rows, the quickest first; ``linear`` and those that save a tenth."""
+    seconds = _timed()[next((size for size in ROWS if size >= rows), ROWS[-1])]
+    ways = [way for way in seconds if seconds[way] < WORTH * seconds["linear"]]
+    return (*sorted(ways, key=seconds.__getitem__), "linear")
+
+
+@cache
+def _timed() -> dict[int, dict[str, float]]:
+    """Median seconds of each way by number of rows, over weights that together no cache holds."""
+    weights = [torch.ones(2048, 1024) for _ in range(12)]  # 96 MB
+    packed = [Packed(weight) for weight in weights] if packs_weights() else []
+    found: dict[int, dict[str, float]] = {}
+    for rows in ROWS:
+        x = torch.ones(rows, 1024)
+        ways: dict[str, Any] = {"linear": lambda at, x=x: F.linear(x, weights[at])}
+        if rows <= STREAMED:
+            ways["streamed"] = lambda at, x=x: streamed(x, weights[at], None)
+        if packed:
+            ways["packed"] = lambda at, x=x: packed[at].product(x, None)
+        found[rows] = {way: _median(run, len(weights)) for way, run in ways.items()}
+    return found
+
+
+@torch.inference_mode()
+def _median(run: Any, num: int) -> float:
+    seconds = []
+    for turn in range(4):
+        for at in range(num):
+            begun = perf_counter()
+            run(at)
+            if turn:  # the first one warms up
+                seconds.append(perf_counter() - begun)
+    return statistics.median(seconds)
