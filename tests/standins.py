@@ -99,8 +99,8 @@ class Chance:
     def __init__(self, most: int, seed: int = 0) -> None:
         self.most, self.chance, self.rounds = most, random.Random(seed), []
 
-    def drafts(self, rows: int) -> int:
-        return self.chance.randint(0, self.most)
+    def drafts(self, rows: int) -> int | None:
+        return self.chance.randint(0, self.most) or None
 
     def prefixes(self, proposal: Proposal, rows: int) -> list[int]:
         most = proposal.lengths or [proposal.tokens_BK.shape[1]] * rows
