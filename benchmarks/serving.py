@@ -73,12 +73,19 @@ class Side:
 
 
 def in_turns(
-    sides: dict[str, Side], jobs: list[list[list[int]]], *, short: int, long: int, ignore_eos: bool, name: str
+    sides: dict[str, Side],
+    jobs: list[list[list[int]]],
+    *,
+    short: int,
+    long: int,
+    ignore_eos: bool,
+    name: str,
+    warm: int = 8,
 ) -> None:
-    """Every side answers every job, each time in another order; the first job warms them up."""
+    """Every side answers every job, each time in another order; ``warm`` tokens of the first warm them up."""
     chance = random.Random(0)
     for side in sides.values():
-        side.measure(jobs[0], short, short + 8, True)
+        side.measure(jobs[0], short, short + warm, True)
         side.__dict__.update(seconds=0.0, tokens=0, ids=[], rates=[], rounds=0, emitted=0)
     for job in tqdm(jobs, desc=name, mininterval=5):
         for each in chance.sample(list(sides), len(sides)):
@@ -160,8 +167,8 @@ def lookup(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
 def guard(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
     """What a schedule loses, in its worst minute, to a drafter of which nothing is accepted.
 
-    An untrained EAGLE-3, one request at a time on made-up prompts, from a cold start for a minute and a half.
-    A minute is any run of answers that plain decoding needs 60 seconds for.
+    An untrained EAGLE-3, one request at a time on made-up prompts; nothing is drafted before the first round
+    that counts. A minute is any run of answers that plain decoding needs 60 seconds for.
     """
     about = {"target": target.model.name_or_path, "dtype": "float32", "slots": 1}
     about |= {"capacity": 64 + chosen["tokens"] + 16}
@@ -175,7 +182,7 @@ def guard(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
         own = {**none, "schedule": True, "drafter": str(directory), "proposer": "eagle3"}
         names = {"none": none, "untrained eagle3, scheduled": own}
         sides = {name: Side({**about, **more}, "", chosen["threads"]) for name, more in names.items()}
-        in_turns(sides, jobs, short=1, long=chosen["tokens"] + 1, ignore_eos=True, name="guard")
+        in_turns(sides, jobs, short=1, long=chosen["tokens"] + 1, ignore_eos=True, name="guard", warm=0)
     rows = []
     for name, side in sides.items():
         plain_seconds, seconds = ([1 / rate for rate in one.rates] for one in (sides["none"], side))
@@ -194,7 +201,12 @@ def guard(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
 
 def worst_minute(plain: list[float], other: list[float], tokens: int, minute: float = 60.0) -> float:
     """The least of plain over other seconds, a token each, of runs of answers that are a minute of plain."""
-    num = next(k for k in range(1, len(plain) + 1) if k == len(plain) or tokens * sum(plain[:k]) >= minute)
+    num = next((k for k in range(1, len(plain) + 1) if tokens * sum(plain[:k]) >= minute), None)
+    if num is None:
+        raise ValueError(
+            f"answers={len(plain)} tokens={tokens}: plain decoding took {tokens * sum(plain):.0f} seconds of "
+            f"the {minute:.0f} that are asked for; give more answers"
+        )
     runs = range(len(plain) - num + 1)
     return min(sum(plain[at : at + num]) / sum(other[at : at + num]) for at in runs)
 

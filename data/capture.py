@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,8 @@ import torch
 from tqdm import tqdm
 
 from data.store import BadStates, Spec, Store, check_states, document_key
-from drafters.target import Target, cache_directory
+from drafters.machine import cache_directory, free_memory
+from drafters.target import Target
 from drafters.types import Example, States
 
 
@@ -116,19 +115,11 @@ def _check_memory(target: Target, examples: Sequence[Example], num_states: int) 
     """``ValueError`` before hours of capture that end without memory."""
     lengths = {document_key(example.ids): len(example.ids) for example in examples}
     needed = sum(lengths.values()) * num_states * target.hidden_size * target.dtype.itemsize
-    if needed > (free := _free_memory()):
+    if needed > (free := free_memory()):
         raise ValueError(
             f"states.keep=memory: the states of {len(lengths)} documents take {needed / 2**30:.1f} GiB, "
             f"{free / 2**30:.1f} GiB of memory are free; write states.keep=disk or states.keep=online"
         )
-
-
-def _free_memory() -> int:
-    """Bytes that can be had, files' cache included; all the machine has where it does not say."""
-    facts = Path("/proc/meminfo")
-    if facts.exists() and (found := re.search(r"MemAvailable:\s+(\d+) kB", facts.read_text())):
-        return int(found[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _read(store: Store, example: Example) -> States:

@@ -150,8 +150,9 @@ class BlockDrafter(Drafter):
 
     @property
     def nested(self) -> bool:
-        """Causal blocks alone: in others a slot sees those after it."""
-        return self.config.sliding_window is not None
+        """Causal blocks alone, since in others a slot sees those after it; and in fp32: rounded to bf16, sums
+        of a longer block differ by more than the last bits."""
+        return self.config.sliding_window is not None and self.fc.weight.dtype == torch.float32
 
     @classmethod
     def read_description(cls, found: dict[str, Any]) -> BlockConfig:

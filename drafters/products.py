@@ -2,7 +2,7 @@
 
 Decoding multiplies one row to a few dozen with every weight, and reads each weight from memory for it. How
 near that comes to the memory's speed hangs on the processor and on the number of rows, so the ways that lead
-to the same numbers are timed once a process, at the first product that is worth it:
+to the same numbers are timed at the first product that is worth it:
 
     linear      x W^T as torch does it
     streamed    (W x^T)^T, filled up to 2, 4 or 8 rows
@@ -10,10 +10,13 @@ to the same numbers are timed once a process, at the first product that is worth
 
 With 2 to 4 rows in fp32 one processor (AVX2) takes half the time of ``linear`` when streamed, another
 (AVX-512) twice of it; from five rows on packed weights took 0.3 to 0.9 of it on both.
+The ways' sums differ in the last bits. What was timed is therefore kept, so that a machine always takes the
+same way, and what is said to be reproducible is.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 from functools import cache
 from time import perf_counter
@@ -23,9 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drafters.machine import kept, machine_name
+from drafters.ops import product_dtype
+
 LARGE = 2**16  # numbers in a weight from which on the way matters
 STREAMED = 8  # the most rows that are streamed
-ROWS = (1, 2, 3, 4, 8, 16)  # numbers of rows that are timed: others are taken for the next of them
+ROWS = (1, 2, 3, 4, 8, 16, 64)  # numbers that are timed: others are taken for the next; more take ``linear``
 WORTH = 0.9  # of the time of ``linear``: another way has to save a tenth
 
 
@@ -67,7 +73,7 @@ class FrozenLinear(Linear):
     def forward(self, input: Tensor) -> Tensor:
         x, weight = input, self.weight
         way = _way(x, weight, ("linear", "streamed", "packed"))
-        if way == "linear":
+        if way == "linear" or weight.is_inference():  # what is written to those, torch does not count
             return F.linear(x, weight, self.bias)
         if way == "streamed":
             return streamed(x, weight, self.bias)
@@ -85,19 +91,15 @@ class Packed:
 
     def __init__(self, weight: Tensor) -> None:
         self.source = weight.detach()  # held, so that no other weight comes to lie in its place
-        self.version = _version(weight)
+        self.version = weight._version
         self.reordered = torch.ops.mkldnn._reorder_linear_weight(self.source)
 
     def holds(self, weight: Tensor) -> bool:
         """Whether this is that weight still, neither replaced nor written to."""
-        return weight.data_ptr() == self.source.data_ptr() and _version(weight) == self.version
+        return weight.data_ptr() == self.source.data_ptr() and weight._version == self.version
 
     def product(self, x: Tensor, bias_O: Tensor | None) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.reordered, bias_O, "none", [], "")
-
-
-def _version(weight: Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version
 
 
 @cache
@@ -116,9 +118,8 @@ def packs_weights() -> bool:
 # Which way ---------------------------------------------------------------------------------------
 
 
-_plain: set[int] = (
-    set()
-)  # numbers of rows that ``linear`` is quickest for: asked first, for Python's time counts
+# Numbers of rows that ``linear`` is quickest for: asked first, since in decoding Python's own time counts.
+_plain: set[int] = set()
 
 
 def _way(x: Tensor, weight_OI: Tensor, among: tuple[str, ...]) -> str:
@@ -129,7 +130,7 @@ def _way(x: Tensor, weight_OI: Tensor, among: tuple[str, ...]) -> str:
     rows = x.numel() // x.shape[-1]
     if rows in _plain or torch.is_grad_enabled() or weight_OI.numel() < LARGE or rows == 0:
         return "linear"
-    if x.dtype != torch.float32 or x.device.type != "cpu":
+    if x.device.type != "cpu" or product_dtype(x) != torch.float32:
         return "linear"
     order = quickest(rows)
     if order[0] == "linear":
@@ -140,17 +141,38 @@ def _way(x: Tensor, weight_OI: Tensor, among: tuple[str, ...]) -> str:
 @cache
 def quickest(rows: int) -> tuple[str, ...]:
     """The ways of a product of so many rows, the quickest first; ``linear`` and those that save a tenth."""
-    seconds = _timed()[next((size for size in ROWS if size >= rows), ROWS[-1])]
+    size = next((size for size in ROWS if size >= rows), None)
+    if size is None:  # bound by arithmetic, which all do alike
+        return ("linear",)
+    seconds = _seconds()[size]
     ways = [way for way in seconds if seconds[way] < WORTH * seconds["linear"]]
     return (*sorted(ways, key=seconds.__getitem__), "linear")
 
 
 @cache
-def _timed() -> dict[int, dict[str, float]]:
+def _seconds() -> dict[int, dict[str, float]]:
+    """Of a product, by number of rows and way: timed once on a machine."""
+    key = {
+        "version": 1,  # of how products are timed
+        "machine": machine_name(torch.device("cpu")),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "packs": packs_weights(),
+    }
+    return kept("products", key, _timed, _read)
+
+
+def _read(found: dict[str, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """Errors: ``KeyError`` for what is not a whole table."""
+    return {size: {"linear": found[str(size)]["linear"], **found[str(size)]} for size in ROWS}
+
+
+def _timed() -> dict[str, dict[str, float]]:
     """Median seconds of each way by number of rows, over weights that together no cache holds."""
     weights = [torch.ones(2048, 1024) for _ in range(12)]  # 96 MB
     packed = [Packed(weight) for weight in weights] if packs_weights() else []
-    found: dict[int, dict[str, float]] = {}
+    found: dict[str, dict[str, float]] = {}
     for rows in ROWS:
         x = torch.ones(rows, 1024)
         ways: dict[str, Any] = {"linear": lambda at, x=x: F.linear(x, weights[at])}
@@ -158,7 +180,7 @@ def _timed() -> dict[int, dict[str, float]]:
             ways["streamed"] = lambda at, x=x: streamed(x, weights[at], None)
         if packed:
             ways["packed"] = lambda at, x=x: packed[at].product(x, None)
-        found[rows] = {way: _median(run, len(weights)) for way, run in ways.items()}
+        found[str(rows)] = {way: _median(run, len(weights)) for way, run in ways.items()}
     return found
 
 

@@ -18,7 +18,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
+from drafters.machine import cache_directory, free_memory
 from drafters.products import FrozenLinear, Linear, packs_weights
 from drafters.types import States
 
@@ -60,7 +60,8 @@ class Target:
         self.decoder = model.get_decoder()
         self.layers = _find_layers(self.decoder, self.config.num_hidden_layers, name)
         self.softcap: float | None = vars(self.config).get("final_logit_softcapping")
-        kind = FrozenLinear if packs_weights() and _room_for_copies(model) else Linear
+        self.keeps_copies = packs_weights() and _room_for_copies(model)
+        kind = FrozenLinear if self.keeps_copies else Linear
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__class__ = kind
@@ -346,7 +347,7 @@ def bfloat16_pays() -> bool:
 def _room_for_copies(model: nn.Module) -> bool:
     """Whether a second copy of all weights takes at most half of the memory that is free."""
     needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    return needed <= psutil.virtual_memory().available / 2
+    return needed <= free_memory() / 2
 
 
 def _find_layers(decoder: nn.Module, num: int, name: str) -> nn.ModuleList:
@@ -357,11 +358,6 @@ def _find_layers(decoder: nn.Module, num: int, name: str) -> nn.ModuleList:
         f"target {name}: {type(decoder).__name__} has no list of {num} decoder layers called 'layers'; "
         "proven families: llama, qwen3, qwen3_moe, gemma4, gpt_oss, deepseek_v3, minimax_m2"
     )
-
-
-def cache_directory() -> Path:
-    """Where derived files are kept: ``FOREDRAFT_CACHE``, else ``~/.cache/foredraft``."""
-    return Path(os.environ.get("FOREDRAFT_CACHE", "~/.cache/foredraft")).expanduser()
 
 
 def embedded_directory() -> Path:

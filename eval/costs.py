@@ -1,7 +1,8 @@
 """What rounds and prompts cost on this machine, by requests, drafts and context: measured, read or kept.
 
-The tables of one context are those of the server's schedule (serve/costs.py): measured on the engine, made
-monotone, read between their points by lines. Between contexts, costs follow lines too, since attention to a
+The tables of the first context are those of the server's schedule (serve/costs.py): measured on the engine,
+made monotone, read between their points by lines. A longer context adds what it costs more at the ends of
+rows and drafts, and lines between these; between contexts costs follow lines too, since attention to a
 context costs in proportion to its length. Few tokens a pass cost the reading of the weights, many their
 arithmetic, and the tables hold whatever steps the kernels have in between.
 """

@@ -103,10 +103,7 @@ class Workload:
 
 
 def workloads(config: PlanConfig, held: Sequence[Example]) -> dict[str, Workload]:
-    """By domain, as the settings say, else the means of the evaluated answers; each turn is a request.
-
-    Errors: ``ValueError`` for ``plan.contexts`` that answers do not fit in.
-    """
+    """By domain, as the settings say, else the means of the evaluated answers; each turn is a request."""
     asked: dict[str, list[tuple[int, int]]] = {}
     for example in answers(held):
         asked.setdefault(example.domain, []).append((example.mask.index(True), len(example.ids)))
@@ -115,13 +112,18 @@ def workloads(config: PlanConfig, held: Sequence[Example]) -> dict[str, Workload
         prompt = sum(first for first, _ in some) / len(some)
         answer = sum(end - first for first, end in some) / len(some)
         found[domain] = Workload(config.prompt_tokens or prompt, config.answer_tokens or answer)
-        least = math.ceil(found[domain].answer / 2) + 1
+    return found
+
+
+def check_contexts(config: PlanConfig, loads: Mapping[str, Workload]) -> None:
+    """``ValueError`` for contexts that answers of these domains do not fit in."""
+    for domain, load in loads.items():
+        least = math.ceil(load.answer / 2) + 1
         if short := [context for context in config.contexts if context < least]:
             raise ValueError(
-                f"plan.contexts={short}: {domain} answers of {found[domain].answer:.0f} tokens are at "
-                f"{least} or more in their middle; give longer contexts, or plan.answer_tokens"
+                f"plan.contexts={short}: {domain} answers of {load.answer:.0f} tokens are at {least} or more "
+                "in their middle; give longer contexts, or plan.answer_tokens"
             )
-    return found
 
 
 def mixed_workload(mix: Mapping[str, float], loads: Mapping[str, Workload]) -> Workload:

@@ -1,8 +1,8 @@
 """Acceptance in one pass: the path is known beforehand, so no decoding is needed.
 
-One target pass over prompt and answer gives states and path; one drafter pass for each N gives the
-drafts of every anchor at once; then the rounds are walked. A round at anchor a accepts as many drafts
-as agree with the path and emits one token more, or ends with the path.
+One target pass over prompt and answer gives states and path; one drafter pass gives the drafts of every
+anchor at once, for each N, or for all of them where they are nested; then the rounds are walked. A round
+at anchor a accepts as many drafts as agree with the path and emits one token more, or ends with the path.
 
 At temperature 0 the path is the target's own argmax, and counts are exact in fp32: step-by-step decoding
 (eval/rollout.py) makes the same rounds. At other temperatures it is the stored answer, which has to be

@@ -130,13 +130,14 @@ def planned(run: Run) -> None:
     chosen = _to_choose_from(run)
     first = next(iter(chosen.values()))
     directory, target, drafter, held, out = _opened(replace(run, drafter=str(first)))
-    loads = plan.workloads(run.plan, held)  # what cannot be is refused before anything is measured
+    loads = plan.workloads(run.plan, held)
     most = target.config.max_position_embeddings - numbers_of_drafts(run.eval, drafter)[-1]
     if run.plan.contexts and max(run.plan.contexts) > most:
         raise ValueError(
             f"plan.contexts={run.plan.contexts}: the target has room for {most} tokens and drafts"
         )
-    plan.check_domains(run.eval.traffic, held)
+    plan.check_domains(run.eval.traffic, held)  # what cannot be is refused before anything is measured
+    plan.check_contexts(run.plan, {domain: loads[domain] for domain in run.eval.traffic or loads})
     if run.plan.costs is not None:
         _costs(run, next(iter(chosen)), target, drafter)
     candidates = []

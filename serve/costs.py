@@ -8,25 +8,21 @@ monotone, and read between their points by lines. A step counts what it costs to
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import math
 import os
-import platform
 import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from drafters.files import replace_file
-from drafters.target import Target, cache_directory
+from drafters import machine
+from drafters.target import Target
 from serve.engine import Engine
 from serve.proposers import Combined
 from serve.types import Proposer
@@ -34,8 +30,7 @@ from serve.types import Proposer
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-logger = logging.getLogger(__name__)
-Kept = TypeVar("Kept", bound="DataclassInstance")  # costs, of one kind or another
+Kept = TypeVar("Kept")  # costs, of one kind or another
 
 
 @dataclass(frozen=True)
@@ -190,9 +185,10 @@ def pieces(
     fresh = torch.arange(context + calls + 1, device=target.device) % target.vocab_size
     prompt, anchors = fresh[:context].expand(slots, -1), fresh[-1:].expand(slots)
     later = iter(fresh[context:-1].tolist())
-    with torch.inference_mode():  # one slot is read; in the others, zeros cost the same
+    with torch.inference_mode():  # one slot is read; in the target's cache of others, zeros cost the same
         read = engine.forward(range(1), prompt[:1])
-        engine.keep(range(slots), read.states[[0] * slots], prompt, [context] * slots)
+        for slot in range(slots):
+            engine.keep(range(slot, slot + 1), read.states, prompt[:1], [context])
 
     @torch.inference_mode()
     def step(rows: int, tokens: int) -> float:
@@ -233,44 +229,23 @@ def costs_for(target: Target, proposer: Proposer, slots: int) -> Costs:
 
 
 def kept(
-    key: Mapping[str, Any], measured: Callable[[], Kept], read: Callable[[dict[str, Any]], Kept]
+    key: Mapping[str, Any], measured: Callable[[], DataclassInstance], read: Callable[[dict[str, Any]], Kept]
 ) -> Kept:
-    """The costs of this key from the cache directory, else measured now and written there.
-
-    A file that is damaged, or that was written for another key, is measured again; where none can be
-    written, a warning says so.
-    """
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    path = cache_directory() / "costs" / f"{name}.json"
-    try:
-        found = json.loads(path.read_bytes())
-        if found["key"] == key:
-            return read(found["costs"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        pass
-    costs = measured()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, (json.dumps({"key": key, "costs": asdict(costs)}, indent=2) + "\n").encode())
-    except OSError as error:
-        logger.warning(
-            "costs of a round are not kept, the next start measures them again (%s); FOREDRAFT_CACHE names a "
-            "directory that can be written",
-            error,
-        )
-    return costs
+    """The costs of this key from the cache directory, else measured now and written there."""
+    return machine.kept("costs", key, lambda: asdict(measured()), read)
 
 
 def key_of(target: Target, proposer: Proposer, slots: int) -> dict[str, Any]:
     """What costs depend on: the machine, the target, the sizes of the proposer, how many rows there are."""
     return {
-        "version": 3,  # of how costs are measured
-        "machine": _machine(target.device),
+        "version": 4,  # of how costs are measured
+        "machine": machine.machine_name(target.device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
         "dtype": str(target.dtype),
         "target": target.signature,
+        "copies": target.keeps_copies,
         "attention": target.config._attn_implementation,
         "proposer": _sizes(proposer),
         "slots": slots,
@@ -285,12 +260,3 @@ def _sizes(proposer: Proposer) -> list[Any]:
     weights = proposer.state_dict() if isinstance(proposer, nn.Module) else {}
     shapes = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in weights.items()]
     return [*own, hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16]]
-
-
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()

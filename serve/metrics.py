@@ -72,7 +72,11 @@ class Metrics:
 
     def show_schedule(self, ask: Callable[[], Summary]) -> None:
         """What decides the number of drafts, as gauges of our own."""
-        self._gauge("foredraft:schedule_drafts", "N of now; 0 is plain decoding.", lambda: ask().drafts)
+        self._gauge(
+            "foredraft:schedule_drafts",
+            "N of now of the trained drafter; 0: it does not draft.",
+            lambda: ask().drafts,
+        )
         self._gauge(
             "foredraft:schedule_plain_share",
             "Of all rounds, those that asked for no drafts.",

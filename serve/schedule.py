@@ -40,6 +40,7 @@ WAITS = (1.0, 32.0)  # seconds between looks: the first, doubled after each that
 PLAIN_EVERY = 2.0  # seconds between plain rounds while drafting: what drafting is compared with
 PLAIN_SHARE = 0.01  # of the time may be spent on them
 MEMORY = 100.0  # drafted rows that acceptance is estimated from, older ones fade
+OTHERS = 4  # times as long lasts what was heard of copies while the trained drafter did otherwise
 PROBE_MEMORY = 8.0  # the same in a look: what has changed must be seen from a few
 MARGIN = 1.02  # how much faster another N must be to be changed to
 PRIOR = 0.8  # acceptance of a draft before anything is known: high, so that drafting is tried
@@ -247,6 +248,7 @@ class Schedule:
     ) -> None:
         self.costs, self.most, self.copies = costs, most, copies
         self._drafting_ns = range(0 if copies else 1, most + 1)
+        self._trained_ns = range(1, most + 1)
         self.n: int | None = most if self._drafting_ns else None
         self._accepted = Survival(conditional_from(tau_by_n or {}, most))  # of drafts that were verified
         self._reached = Survival([1.0] * most)  # whether one is verified, where those before were accepted
@@ -257,6 +259,7 @@ class Schedule:
         self._asked: int | None = None
         self._plain_due, self._probe_due, self._wait = 0.0, WAITS[0], WAITS[0]
         self._probe: list[float] | None = None  # seconds spent and lost on the look that is under way
+        self._looks = 0  # those that ended without a gain
         self._prefixes: list[int] = []
         self._copied: list[bool] = []
         self._rounds = self._plain_rounds = self._rows = self._verified = 0
@@ -268,20 +271,29 @@ class Schedule:
         rates = self._tokens_a_second(rows)
         self._choose(rates)
         now = self._ledger.now
-        if self.n is not None and self._affordable(rows, self.n, DRAFTING_LIMIT):
+        drafting = self.n is not None and self._affordable(rows, self.n, DRAFTING_LIMIT)
+        usual = self.n if drafting and now < self._plain_due else None
+        if drafting and (self.n or not self._trained_ns):
             self._probe, self._wait, self._probe_due = None, WAITS[0], now + WAITS[0]
-            self._asked = None if now >= self._plain_due else self.n
-            return self._asked
-        likeliest = max(self._drafting_ns, key=rates.__getitem__, default=None)
+            self._asked = usual
+            return usual
+        # The trained drafter rests, beside lookups or beside plain decoding.
+        looked_at = self._looked_at(rates)
         if (
             self._probe is None
             and now >= self._probe_due
-            and likeliest is not None
-            and self._affordable(rows, likeliest, PROBING_LIMIT)
+            and looked_at is not None
+            and self._affordable(rows, looked_at, PROBING_LIMIT)
         ):
             self._probe = [0.0, 0.0]
-        self._asked = None if self._probe is None else likeliest
+        self._asked = usual if self._probe is None else looked_at
         return self._asked
+
+    def _looked_at(self, rates: Mapping[int | None, float]) -> int | None:
+        """What a look tries: the trained drafter; where lookups rest too, every second time those alone."""
+        if self.n is None and self.copies and self._looks % 2:
+            return 0
+        return max(self._trained_ns or self._drafting_ns, key=rates.__getitem__, default=None)
 
     def prefixes(self, proposal: Proposal, rows: int) -> list[int]:
         """How many drafts of each row to verify."""
@@ -332,6 +344,8 @@ class Schedule:
         if self.copies:
             copies = [(num, stood) for copied, num, _, stood in rows if copied and num]
             self._copies[asked > 0].hear(copies, len(rows), memory)
+            # What rests is believed to have become like what is seen, in time.
+            self._copies[asked == 0].hear(copies, len(rows), OTHERS * memory)
         own = [(num, chosen, stood) for copied, num, chosen, stood in rows if not copied]
         if not asked or not own:
             return
@@ -352,12 +366,16 @@ class Schedule:
     # Small steps -------------------------------------------------------------------------------
 
     def _looked(self, seconds: float, lost: float) -> None:
-        """End a look that has had its time: look on while it gains, else later, and later each time."""
+        """End a look that has had its time: look on while it gains, else later, and later each time.
+
+        Beside lookups alone, a gain over plain decoding is theirs: what was learned then decides for itself.
+        """
         assert self._probe is not None
         spent, lost = self._probe = [self._probe[0] + seconds, self._probe[1] + lost]
         if spent >= PROBE:
             self._probe, self._probe_due = None, self._ledger.now
-            if lost >= 0:
+            if lost >= 0 or self.n == 0:
+                self._looks += 1
                 self._probe_due += max(self._wait, spent / SHARE)
                 self._wait = min(2 * self._wait, WAITS[1])
 

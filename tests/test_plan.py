@@ -239,11 +239,10 @@ def test_predictions_are_made_for_every_mix_context_concurrency_and_number_of_dr
 
 
 def test_a_context_that_an_answer_does_not_fit_in_is_refused():
-    one = Example([9] * 151, [False] * 50 + [True] * 101, "chat", "row")
-    with pytest.raises(
-        ValueError, match=r"plan.contexts=\[20\]: chat answers of 101 tokens are at 52 or more"
-    ):
-        plan.workloads(PlanConfig(contexts=[20, 300]), [one])
+    config = PlanConfig(contexts=[20, 300])
+    with pytest.raises(ValueError, match=r"plan.contexts=\[20\]: chat answers of 101 tokens are at 52"):
+        plan.check_contexts(config, {"math": Workload(50, 30), "chat": Workload(50, 101)})
+    plan.check_contexts(config, {"math": Workload(50, 30)})
 
 
 # Picking ------------------------------------------------------------------------------------------

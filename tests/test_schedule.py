@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 
@@ -538,14 +538,35 @@ def test_a_drafter_that_is_not_worth_its_time_rests_while_copies_are_verified():
     assert late.count(0) > 0.9 * len(late)
 
 
-def test_copies_bound_by_the_drafters_n_would_lose_what_they_are_worth():
-    """What a schedule that pools both gains: less than half of it."""
-    apart = speed(play_combined(Schedule(costs(), 7, copies=7), 0.4, 0.95, 0.2, 120), since=60)
-    cut = [
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("share", "acceptance"), [(0.0, 0.8), (0.02, 0.8), (0.15, 0.95), (0.2, 0.9)])
+def test_a_drafter_that_rested_is_looked_at_again(share, acceptance, seed):
+    """It accepts nothing for a while, as in a language it was not trained for, then as usual."""
+    schedule = Schedule(costs(), 7, copies=7)
+    bad = play_combined(schedule, share, 0.9, 0.0, 20, seed=seed)
+    assert bad[-1].n in (0, None)
+    good = play_combined(schedule, share, 0.9, acceptance, 100, seed=seed)
+    assert worst_minute(bad + [replace(one, at=one.at + bad[-1].at) for one in good]) >= 0.97
+    assert speed(good, since=60) > 0.9 * max(expected(share, 0.9, acceptance, n) for n in range(8))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_copies_that_rested_are_looked_at_again(seed):
+    """Of a drafter that is never worth its time: texts that repeat themselves come later."""
+    schedule = Schedule(costs(), 7, copies=7)
+    bad = play_combined(schedule, 0.5, 0.0, 0.0, 20, seed=seed)
+    assert bad[-1].n is None
+    good = play_combined(schedule, 0.5, 0.95, 0.0, 100, seed=seed)
+    assert speed(good, since=60) > 0.9 * expected(0.5, 0.95, 0.0, 0)
+
+
+def test_short_copies_are_worth_less_than_half_of_long_ones():
+    """Why N does not bound what is looked up."""
+    long, *short = [
         speed(play_combined(Schedule(costs(), 7, copies=7), 0.4, 0.95, 0.2, 120, copies=few), since=60)
-        for few in (1, 2)
+        for few in (7, 1, 2)
     ]
-    assert max(cut) - 1 < 0.5 * (apart - 1)
+    assert max(short) - 1 < 0.5 * (long - 1)
 
 
 # Prefixes ---------------------------------------------------------------------------------------------
