@@ -135,7 +135,7 @@ def drafting(chosen: dict[str, Any], target: Target) -> list[dict[str, Any]]:
     own = {"drafter": drafter, "n": n, "lookup": 0, "schedule": False, "past": True}
     names = {name: {**own, "proposer": name} for name in ("none", "suffix", method, f"suffix+{method}")}
     names["suffix"]["n"] = names["none"]["n"] = None
-    for name in (method, f"suffix+{method}"):
+    for name in ("suffix", method, f"suffix+{method}"):
         names[f"{name}, scheduled"] = {**own, "proposer": name, "n": None, "schedule": True}
     if chosen["vllm"]:
         speculative = {"method": method, "model": drafter, "num_speculative_tokens": n}

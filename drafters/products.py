@@ -103,14 +103,14 @@ class Packed:
 
 
 @cache
+@torch.inference_mode(False)
 def packs_weights() -> bool:
     """Whether this torch has products with packed weights, and right ones: they are not public."""
     if not torch.backends.mkldnn.is_available():
         return False
     weight, x = torch.ones(16, 8), torch.ones(5, 8)
     try:
-        with torch.inference_mode():
-            return torch.allclose(Packed(weight).product(x, None), F.linear(x, weight), atol=1e-5)
+        return torch.allclose(Packed(weight).product(x, None), F.linear(x, weight), atol=1e-5)
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
 
@@ -168,6 +168,7 @@ def _read(found: dict[str, dict[str, float]]) -> dict[int, dict[str, float]]:
     return {size: {"linear": found[str(size)]["linear"], **found[str(size)]} for size in ROWS}
 
 
+@torch.inference_mode(False)
 def _timed() -> dict[str, dict[str, float]]:
     """Median seconds of each way by number of rows, over weights that together no cache holds."""
     weights = [torch.ones(2048, 1024) for _ in range(12)]  # 96 MB

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import mul
+from operator import add, mul
 
 from drafters.types import Proposal
 from serve.costs import Costs
@@ -258,7 +258,8 @@ class Schedule:
         self._ledger = Ledger()
         self._asked: int | None = None
         self._plain_due, self._probe_due, self._wait = 0.0, WAITS[0], WAITS[0]
-        self._probe: list[float] | None = None  # seconds spent and lost on the look that is under way
+        self._probe: list[float] | None = None  # of the look under way: seconds spent and lost, tokens gained
+        self._beside = 0.0  # tokens a second without it
         self._looks = 0  # those that ended without a gain
         self._prefixes: list[int] = []
         self._copied: list[bool] = []
@@ -285,7 +286,7 @@ class Schedule:
             and looked_at is not None
             and self._affordable(rows, looked_at, PROBING_LIMIT)
         ):
-            self._probe = [0.0, 0.0]
+            self._probe, self._beside = [0.0, 0.0, 0.0], rates[self.n]
         self._asked = usual if self._probe is None else looked_at
         return self._asked
 
@@ -334,7 +335,7 @@ class Schedule:
         self._ledger.add(seconds, lost, self._window(rows))
         self._learn(drafted, accepted, MEMORY if self._probe is None else PROBE_MEMORY)
         if self._probe is not None:
-            self._looked(seconds, lost)
+            self._looked(seconds, lost, rows + sum(accepted))
 
     def _learn(self, drafted: Sequence[int], accepted: Sequence[int], memory: float) -> None:
         """What became of copies, and of the trained drafter's drafts, each for itself."""
@@ -365,16 +366,16 @@ class Schedule:
 
     # Small steps -------------------------------------------------------------------------------
 
-    def _looked(self, seconds: float, lost: float) -> None:
+    def _looked(self, seconds: float, lost: float, tokens: int) -> None:
         """End a look that has had its time: look on while it gains, else later, and later each time.
 
-        Beside lookups alone, a gain over plain decoding is theirs: what was learned then decides for itself.
+        A gain over plain decoding; beside lookups alone, over what they give.
         """
         assert self._probe is not None
-        spent, lost = self._probe = [self._probe[0] + seconds, self._probe[1] + lost]
+        spent, lost, gained = self._probe = list(map(add, self._probe, (seconds, lost, tokens)))
         if spent >= PROBE:
             self._probe, self._probe_due = None, self._ledger.now
-            if lost >= 0 or self.n == 0:
+            if lost >= 0 if self.n is None else gained <= self._beside * spent:
                 self._looks += 1
                 self._probe_due += max(self._wait, spent / SHARE)
                 self._wait = min(2 * self._wait, WAITS[1])

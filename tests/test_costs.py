@@ -196,11 +196,13 @@ def test_what_costs_depend_on_is_in_the_key(monkeypatch):
     ]
     monkeypatch.setattr(module.torch, "get_num_threads", lambda: 77)
     others.append(key_of(target, drafter, 2))
-    monkeypatch.setattr(module, "_machine", lambda device: "another")
+    monkeypatch.setattr(module.machine, "machine_name", lambda device: "another")
+    others.append(key_of(target, drafter, 2))
+    monkeypatch.setattr(target, "keeps_copies", not target.keeps_copies)
     others.append(key_of(target, drafter, 2))
     monkeypatch.setattr(target.config, "_attn_implementation", "another")
     others.append(key_of(target, drafter, 2))
-    assert len({json.dumps(other) for other in [key, *others]}) == 8
+    assert len({json.dumps(other) for other in [key, *others]}) == 9
 
 
 def test_combinations_of_other_parts_have_other_keys():

@@ -61,6 +61,7 @@ def test_the_result_is_laid_out_like_that_of_a_linear_layer(take, rows):
     assert product(torch.randn(1, rows, 24), torch.randn(40, 24)).is_contiguous()
 
 
+@torch.inference_mode(False)
 def frozen(inputs: int = 24, outputs: int = 40, bias: bool = False) -> FrozenLinear:
     torch.manual_seed(0)
     return FrozenLinear(inputs, outputs, bias).requires_grad_(False)
