@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +19,12 @@ from drafters.files import replace_file
 
 logger = logging.getLogger(__name__)
 Kept = TypeVar("Kept")
+NUMBER = re.compile("[0-9]{1,19}")  # of bytes; anything else in its place is no limit that we know
 
 
 def cache_directory() -> Path:
     """Where derived files are kept: ``FOREDRAFT_CACHE``, else ``~/.cache/foredraft``."""
-    return Path(os.environ.get("FOREDRAFT_CACHE", "~/.cache/foredraft")).expanduser()
+    return Path(os.environ.get("FOREDRAFT_CACHE") or "~/.cache/foredraft").expanduser()
 
 
 def machine_name(device: torch.device) -> str:
@@ -49,19 +51,26 @@ def free_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
     group = groups / name.strip("/")
     for directory in (group, *group.parents):
         most, used = _text(directory / "memory.max").strip(), _text(directory / "memory.current").strip()
-        if most.isdigit() and used.isdigit():
-            stat = dict(line.split() for line in _text(directory / "memory.stat").splitlines())
-            free.append(max(0, int(most) - int(used) + int(stat.get("inactive_file", 0))))
+        if NUMBER.fullmatch(most) and NUMBER.fullmatch(used):
+            files = re.search(
+                r"^inactive_file ([0-9]{1,19})$", _text(directory / "memory.stat"), re.MULTILINE
+            )
+            free.append(max(0, int(most) - int(used) + (int(files[1]) if files else 0)))
         if directory == groups:
             break
-    return min(free) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    siblings = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not siblings.isdecimal() or int(siblings) < 1:
+        raise ValueError(
+            f"LOCAL_WORLD_SIZE={siblings}: torchrun sets it to a number from 1; leave it to torchrun"
+        )
+    return min(free) // int(siblings)
 
 
 def _text(path: Path) -> str:
     """Of a file, or nothing where it is not there or not ours to read."""
     try:
         return path.read_text()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return ""
 
 
@@ -82,7 +91,7 @@ def kept(
         found = json.loads(path.read_bytes())
         if found["key"] == key:
             return read(found[kind])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, AssertionError, RecursionError):
         pass
     content = measured()
     try:

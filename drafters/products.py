@@ -16,6 +16,7 @@ same way, and what is said to be reproducible is.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from functools import cache
@@ -32,6 +33,7 @@ from drafters.ops import product_dtype
 LARGE = 2**16  # numbers in a weight from which on the way matters
 STREAMED = 8  # the most rows that are streamed
 ROWS = (1, 2, 3, 4, 8, 16, 64)  # numbers that are timed: others are taken for the next; more take ``linear``
+WAYS = {"linear", "streamed", "packed"}
 WORTH = 0.9  # of the time of ``linear``: another way has to save a tenth
 
 
@@ -164,8 +166,12 @@ def _seconds() -> dict[int, dict[str, float]]:
 
 
 def _read(found: dict[str, dict[str, float]]) -> dict[int, dict[str, float]]:
-    """Errors: ``KeyError`` for what is not a whole table."""
-    return {size: {"linear": found[str(size)]["linear"], **found[str(size)]} for size in ROWS}
+    """Errors: ``KeyError``, ``ValueError`` or ``TypeError`` for what is not a whole table of seconds."""
+    table = {size: {"linear": found[str(size)]["linear"], **found[str(size)]} for size in ROWS}
+    for ways in table.values():
+        if not ways.keys() <= WAYS or not all(0 < seconds < math.inf for seconds in ways.values()):
+            raise ValueError(f"not seconds by way: {ways}")
+    return table
 
 
 @torch.inference_mode(False)

@@ -378,7 +378,13 @@ def embedded_directory() -> Path:
 def _dequantise(gguf: Path, directory: Path) -> None:
     from transformers import GgufConfig
 
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"target={EMBEDDED} is unpacked into {directory.parent} ({error.strerror}); FOREDRAFT_CACHE "
+            "names a directory that can be written"
+        ) from error
     with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True)

@@ -29,6 +29,7 @@ from eval.report import Scored, interval, resampled
 from eval.sweeps import FAR, Panel, Point
 
 SCHEMA_VERSION = 1
+BEYOND = 1.25  # a measured rate over tau times plain decoding: what noise may be taken for
 TRAFFIC = "traffic"  # the mix of domains that is served
 
 
@@ -162,7 +163,9 @@ def shares(traffic: Mapping[str, float], scored: Sequence[Scored]) -> dict[str, 
 
 
 def check_domains(traffic: Mapping[str, float], held: Sequence[Example]) -> None:
-    """``ValueError`` for shares of domains that no conversation is of."""
+    """``ValueError`` for shares of domains that no conversation is of, or that cannot be added."""
+    if not math.isfinite(sum(traffic.values())):
+        raise ValueError(f"eval.traffic={dict(traffic)}: too large to be added; give shares like 3 and 1")
     known = {example.domain for example in held}
     if unknown := [domain for domain in traffic if domain not in known]:
         raise ValueError(
@@ -342,6 +345,14 @@ def from_points(
     if unknown := sorted({*points} - {*ns, 0}):
         raise ValueError(f"plan.points: N={unknown[0]} was not scored; the scored N are {ns}")
     found = tuple(Point(n, points.get(n), _survival(scored, mix, n)) for n in ns)
+    for point in found:
+        tau = 1 + sum(point.survival)
+        if point.rate and point.rate > BEYOND * tau * points[0]:
+            raise ValueError(
+                f"plan.points: {point.rate:g} tokens a second at N={point.n} are "
+                f"{point.rate / points[0]:.2f} times those without drafts, but tau is {tau:.2f} here; score "
+                "the drafter on the prompts that were measured"
+            )
     return sweeps.plan([Panel("", method, TRAFFIC, points[0], found)])
 
 

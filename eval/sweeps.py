@@ -144,6 +144,10 @@ def _check(where: str, point: Point, given: Mapping[str, str], baseline: float) 
     for key, (other, tolerance) in stated.items():
         if given[key]:
             value = _number(where, key, given[key])
+            if key == "mean_acceptance_length" and not 1 <= value <= point.n + 1:
+                raise ValueError(
+                    f"{where}: {key}={given[key]}, but n={point.n} gives 1 to {point.n + 1} tokens"
+                )
             if other is not None and abs(value / other - 1) > tolerance:
                 raise ValueError(f"{where}: {key}={given[key]}, but the other columns make it {other:.2f}")
 
@@ -318,7 +322,8 @@ def draw(found: Mapping[str, Any]) -> bytes:
         measured = {int(n): rate for n, rate in panel["measured"].items() if n != "0"}
         axes.plot(measured.keys(), measured.values(), "o", color="black", markersize=4, label="measured")
         axes.axhline(panel["measured"]["0"], color="gray", linestyle="--", linewidth=1, label="no drafts")
-        axes.set_title(f"{panel['model']} {panel['method']}\n{panel['dataset']}".strip(), fontsize=7)
+        title = f"{panel['model']} {panel['method']}\n{panel['dataset']}".strip()
+        axes.set_title(title.replace("$", r"\$"), fontsize=7)
         axes.tick_params(labelsize=6)
         axes.grid(alpha=0.3)
     for axes in grid.flat[len(panels) :]:

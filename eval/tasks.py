@@ -138,6 +138,11 @@ def planned(run: Run) -> None:
         )
     plan.check_domains(run.eval.traffic, held)  # what cannot be is refused before anything is measured
     plan.check_contexts(run.plan, {domain: loads[domain] for domain in run.eval.traffic or loads})
+    if run.plan.points and run.plan.costs is not None:
+        raise ValueError(
+            f"plan.points={dict(run.plan.points)} plan.costs={run.plan.costs}: points tell what rounds cost; "
+            "leave one out"
+        )
     if run.plan.costs is not None:
         _costs(run, next(iter(chosen)), target, drafter)
     candidates = []

@@ -1,6 +1,7 @@
 """What a machine has left for one process."""
 
 import psutil
+import pytest
 
 from drafters.machine import free_memory
 
@@ -34,7 +35,20 @@ def test_a_control_group_leaves_less_than_the_machine_has(tmp_path, monkeypatch)
     assert free_memory(*found) == 7 * GIB
 
 
+@pytest.mark.parametrize("most", ["max", "", "²", "-1", "9" * 5000])
+def test_what_is_no_limit_bounds_nothing(tmp_path, monkeypatch, most):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("", (), {"available": 8 * GIB}))
+    found = groups(tmp_path, job=(most, GIB, 0))
+    (tmp_path / "groups" / "job" / "memory.stat").write_bytes(b"\xff one two three\n\ninactive_file abc\n")
+    assert free_memory(*found) == 8 * GIB
+    (tmp_path / "groups" / "job" / "memory.max").write_text(str(4 * GIB))
+    assert free_memory(*found) == 3 * GIB
+
+
 def test_processes_of_one_machine_share_it(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("", (), {"available": 8 * GIB}))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert free_memory(tmp_path / "none", tmp_path / "nothing") == 2 * GIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE=0: torchrun sets it"):
+        free_memory()

@@ -337,8 +337,12 @@ def test_points_of_an_engine_give_its_other_numbers_of_drafts():
     (panel,) = plan.from_points(SOME, {}, points, "dflash")["panels"]
     assert panel["predicted"]["2"] == pytest.approx(50 * tau[2] / 1.3, rel=0.03)
     assert panel["pick"] == max((1, 2, 4), key=lambda n: tau[n] / (1.1 + 0.1 * n))
+    chat = {n: t for n, (t, _) in plan.mixed_taus(candidate(), {"chat": 1.0}, 0).items()}
+    points = {0: 50.0, **{n: 50 * chat[n] / (1.1 + 0.1 * n) for n in (1, 4)}}
     (other,) = plan.from_points(SOME, {"chat": 1.0}, points, "dflash")["panels"]
-    assert other["tau"]["4"] == pytest.approx(plan.mixed_taus(candidate(), {"chat": 1.0}, 0)[4][0], rel=0.01)
+    assert other["tau"]["4"] == pytest.approx(chat[4], rel=0.01)
+    with pytest.raises(ValueError, match=r"90 tokens a second at N=1 are 1.80 times .* but tau is 1"):
+        plan.from_points(SOME, {"chat": 1.0}, {**points, 1: 90.0}, "dflash")
     with pytest.raises(ValueError, match=r"plan.points: N=3 was not scored; the scored N are \[1, 2, 4\]"):
         plan.from_points(SOME, {}, {0: 5.0, 1: 6.0, 3: 7.0}, "dflash")
 
@@ -454,6 +458,7 @@ def test_points_come_by_the_command_line(asked, tmp_path, capsys):
         ("plan.contexts=[100000]", "the target has room for"),
         ("plan.costs=gone.json", "no costs of dflash"),
         ("plan.points={0: 1e300, 1: 1, 4: 1}", "give measured ones"),
+        ("eval.traffic={chat: 1e308, code: 1e308}", "too large to be added"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_scored(asked, more, words, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Products of a few rows take another way to the same numbers."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -157,9 +158,16 @@ def test_a_machine_takes_the_same_way_in_every_process(tmp_path, monkeypatch):
     monkeypatch.setattr(products, "_timed", None)
     assert products._seconds.__wrapped__() == found
     (file,) = (tmp_path / "products").iterdir()
-    file.write_text(file.read_text().replace("linear", "lines"))  # not a whole table: timed again
     monkeypatch.setattr(products, "_timed", lambda: {str(rows): {"linear": 1.0} for rows in products.ROWS})
-    assert products._seconds.__wrapped__()[1] == {"linear": 1.0}
+    whole = file.read_text()
+    for damage in (
+        whole.replace("linear", "lines"),
+        re.sub(r'"linear": [-.\de]+', '"linear": -1.0', whole),
+        re.sub(r'"linear": [-.\de]+', '"linear": "abc"', whole),
+        "[" * 100_000,
+    ):
+        file.write_text(damage)  # not a whole table of seconds: timed again
+        assert products._seconds.__wrapped__()[1] == {"linear": 1.0}
 
 
 @torch.inference_mode()

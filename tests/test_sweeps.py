@@ -180,6 +180,8 @@ def test_what_a_spreadsheet_adds_is_no_part_of_a_cell(tmp_path):
     ("other", "words"),
     [
         ({"tok_s": "0"}, "tok_s=0 is impossible"),
+        ({"mean_acceptance_length": "0.5", "survival_per_position": ""}, "gives 1 to"),
+        ({"mean_acceptance_length": "99", "survival_per_position": ""}, "gives 1 to"),
         ({"tok_s": "-3"}, "tok_s=-3 is impossible"),
         ({"tok_s": "nan"}, "tok_s=nan is impossible"),
         ({"tok_s": "fast"}, "tok_s='fast' is no number"),
