@@ -17,14 +17,14 @@ Time is the sum of the seconds heard: minutes of decoding, so that an idle serve
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import add, mul
+from operator import mul
 
 from drafters.types import Proposal
 from serve.costs import Costs
+from serve.estimates import Copies, Ledger, Pace, Survival, conditional_from
 from serve.lookup import Lookup
 from serve.proposers import Combined
 from serve.types import Proposer
@@ -43,7 +43,6 @@ MEMORY = 100.0  # drafted rows that acceptance is estimated from, older ones fad
 OTHERS = 4  # times as long lasts what was heard of copies while the trained drafter did otherwise
 PROBE_MEMORY = 8.0  # the same in a look: what has changed must be seen from a few
 MARGIN = 1.02  # how much faster another N must be to be changed to
-PRIOR = 0.8  # acceptance of a draft before anything is known: high, so that drafting is tried
 
 
 # Which drafts to verify --------------------------------------------------------------------------
@@ -99,130 +98,6 @@ def _prefixes(slots: Sequence[Slot], rows: int) -> list[int]:
     return lengths
 
 
-# What is known of drafts before they are made ------------------------------------------------------
-
-
-class Survival:
-    """The share of rows that passed the first k of their trials, for every k: pooled, older rounds fade.
-
-    A position of which little is known is believed to be like the one before it, so that longer drafts are
-    tried again when shorter ones do well.
-    """
-
-    def __init__(self, conditional: Sequence[float], weight: float = 8.0) -> None:
-        self._weight = weight
-        self._tried = [weight] * len(conditional)
-        self._passed = [weight * share for share in conditional]
-
-    def hear(self, passed: Sequence[int], tried: Sequence[int], memory: float) -> None:
-        """Row r passed the first ``passed[r]`` of ``tried[r]``; where there are more, it failed the next."""
-        fade = (1 - 1 / memory) ** sum(number > 0 for number in tried)
-        self._tried = [weight * fade for weight in self._tried]
-        self._passed = [weight * fade for weight in self._passed]
-        for number, most in zip(passed, tried, strict=True):
-            for k in range(min(number + 1, most)):
-                self._tried[k] += 1
-                self._passed[k] += k < number
-
-    def upto(self) -> list[float]:
-        """Survival at 1, 2, ..."""
-        before, shares = 0.0, []
-        for k, (tried, passed) in enumerate(zip(self._tried, self._passed, strict=True)):
-            weight = self._weight if k else 0.0
-            before = (passed + weight * before) / (tried + weight)
-            shares.append(before)
-        return list(accumulate(shares, mul))
-
-
-class Copies:
-    """Rows whose drafts were looked up: their share of all, and drafts verified and accepted in each.
-
-    Old rounds fade, as in ``Survival``; at first one row in four copies, nearly all of it right.
-    """
-
-    def __init__(self, weight: float = 8.0) -> None:
-        self._rows, self._copied, self._verified, self._accepted = weight, weight / 4, weight, 0.9 * weight
-
-    def hear(self, copies: Sequence[tuple[int, int]], rows: int, memory: float) -> None:
-        """Of ``rows``, those that copied drafts: how many were verified and accepted in each."""
-        fade = (1 - 1 / memory) ** rows
-        self._rows = fade * self._rows + rows
-        self._copied = fade * self._copied + len(copies)
-        self._verified = fade * self._verified + sum(verified for verified, _ in copies)
-        self._accepted = fade * self._accepted + sum(accepted for _, accepted in copies)
-
-    @property
-    def share(self) -> float:
-        return self._copied / self._rows
-
-    @property
-    def verified(self) -> float:
-        """In the mean of rows that copied."""
-        return self._verified / max(self._copied, 1e-9)
-
-    @property
-    def accepted(self) -> float:
-        return self._accepted / max(self._copied, 1e-9)
-
-
-def conditional_from(tau_by_n: Mapping[int, float], most: int) -> list[float]:
-    """Acceptance of drafts 1 to ``most`` given those before, from tau by N; the last known one goes on."""
-    taus = {0: 1.0, **tau_by_n}
-    shares: list[float] = []
-    survived = 1.0
-    for k in range(1, most + 1):
-        if k in taus and k - 1 in taus and survived > 0:
-            gain = min(max(taus[k] - taus[k - 1], 0.0), survived)
-            shares.append(gain / survived)
-            survived = gain
-        else:
-            shares.append(shares[-1] if shares else PRIOR)
-            survived *= shares[-1]
-    return shares
-
-
-class Pace:
-    """Measured seconds over those of the cost table, in the mean of the last rounds.
-
-    A hiccup of the machine counts as four times what was expected, at most.
-    """
-
-    def __init__(self) -> None:
-        self.ratio, self.rounds = 1.0, 0
-
-    def hear(self, measured: float, table: float) -> float:
-        """The measured seconds, without what is a hiccup."""
-        ratio = min(max(measured / table, self.ratio / 4), self.ratio * 4)
-        self.rounds += 1
-        self.ratio += (ratio - self.ratio) / min(self.rounds, 8)
-        return ratio * table
-
-
-class Ledger:
-    """Seconds lost against the plain rounds of this engine; gains are losses below 0."""
-
-    def __init__(self) -> None:
-        self.now = self._lost = 0.0
-        self._lows = deque(
-            [(0.0, 0.0)]
-        )  # (time, lost in all), both ascending: where a worst stretch may begin
-
-    def add(self, seconds: float, lost: float, window: float) -> None:
-        """A round, and how much longer it took than plain decoding takes for its tokens."""
-        self.now += seconds
-        self._lost += lost
-        while self._lows and self._lows[-1][1] >= self._lost:
-            self._lows.pop()
-        self._lows.append((self.now, self._lost))
-        while self._lows[0][0] < self.now - window:
-            self._lows.popleft()
-
-    @property
-    def worst(self) -> float:
-        """The most that was lost in any stretch of the last window that ends now."""
-        return self._lost - self._lows[0][1]
-
-
 # The schedule ------------------------------------------------------------------------------------
 
 
@@ -233,6 +108,16 @@ class Summary:
     drafts: int  # 0 where it is plain decoding, or lookups alone
     plain_share: float  # of all rounds, those that asked for no drafts
     verified: float  # drafts verified for a row, in the mean of rounds that asked for some
+
+
+@dataclass
+class Look:
+    """Rounds that try drafting while it rests: seconds spent and lost, tokens gained."""
+
+    beside: float  # tokens a second expected without it
+    spent: float = 0.0
+    lost: float = 0.0
+    tokens: int = 0
 
 
 class Schedule:
@@ -257,9 +142,8 @@ class Schedule:
         self._plain, self._drafting = Pace(), Pace()
         self._ledger = Ledger()
         self._asked: int | None = None
-        self._plain_due, self._probe_due, self._wait = 0.0, WAITS[0], WAITS[0]
-        self._probe: list[float] | None = None  # of the look under way: seconds spent and lost, tokens gained
-        self._beside = 0.0  # tokens a second without it
+        self._plain_due, self._look_due, self._wait = 0.0, WAITS[0], WAITS[0]
+        self._look: Look | None = None  # that is under way
         self._looks = 0  # those that ended without a gain
         self._prefixes: list[int] = []
         self._copied: list[bool] = []
@@ -275,19 +159,19 @@ class Schedule:
         drafting = self.n is not None and self._affordable(rows, self.n, DRAFTING_LIMIT)
         usual = self.n if drafting and now < self._plain_due else None
         if drafting and (self.n or not self._trained_ns):
-            self._probe, self._wait, self._probe_due = None, WAITS[0], now + WAITS[0]
+            self._look, self._wait, self._look_due = None, WAITS[0], now + WAITS[0]
             self._asked = usual
             return usual
         # The trained drafter rests, beside lookups or beside plain decoding.
         looked_at = self._looked_at(rates)
         if (
-            self._probe is None
-            and now >= self._probe_due
+            self._look is None
+            and now >= self._look_due
             and looked_at is not None
             and self._affordable(rows, looked_at, PROBING_LIMIT)
         ):
-            self._probe, self._beside = [0.0, 0.0, 0.0], rates[self.n]
-        self._asked = usual if self._probe is None else looked_at
+            self._look = Look(rates[self.n])
+        self._asked = usual if self._look is None else looked_at
         return self._asked
 
     def _looked_at(self, rates: Mapping[int | None, float]) -> int | None:
@@ -333,9 +217,9 @@ class Schedule:
         seconds = self._drafting.hear(seconds, table)
         lost = self._risk(rows, seconds) - sum(accepted) * self._plain_seconds(rows) / rows
         self._ledger.add(seconds, lost, self._window(rows))
-        self._learn(drafted, accepted, MEMORY if self._probe is None else PROBE_MEMORY)
-        if self._probe is not None:
-            self._looked(seconds, lost, rows + sum(accepted))
+        self._learn(drafted, accepted, MEMORY if self._look is None else PROBE_MEMORY)
+        if self._look is not None:
+            self._looked(self._look, seconds, lost, rows + sum(accepted))
 
     def _learn(self, drafted: Sequence[int], accepted: Sequence[int], memory: float) -> None:
         """What became of copies, and of the trained drafter's drafts, each for itself."""
@@ -366,19 +250,19 @@ class Schedule:
 
     # Small steps -------------------------------------------------------------------------------
 
-    def _looked(self, seconds: float, lost: float, tokens: int) -> None:
+    def _looked(self, look: Look, seconds: float, lost: float, tokens: int) -> None:
         """End a look that has had its time: look on while it gains, else later, and later each time.
 
         A gain over plain decoding; beside lookups alone, over what they give.
         """
-        assert self._probe is not None
-        spent, lost, gained = self._probe = list(map(add, self._probe, (seconds, lost, tokens)))
-        if spent >= PROBE:
-            self._probe, self._probe_due = None, self._ledger.now
-            if lost >= 0 if self.n is None else gained <= self._beside * spent:
-                self._looks += 1
-                self._probe_due += max(self._wait, spent / SHARE)
-                self._wait = min(2 * self._wait, WAITS[1])
+        look.spent, look.lost, look.tokens = look.spent + seconds, look.lost + lost, look.tokens + tokens
+        if look.spent < PROBE:
+            return
+        self._look, self._look_due = None, self._ledger.now
+        if look.lost >= 0 if self.n is None else look.tokens <= look.beside * look.spent:
+            self._looks += 1
+            self._look_due += max(self._wait, look.spent / SHARE)
+            self._wait = min(2 * self._wait, WAITS[1])
 
     def _choose(self, rates: Mapping[int | None, float]) -> None:
         """Stay at N, unless another is faster by a margin, or plain decoding is faster at all."""

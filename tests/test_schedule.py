@@ -18,8 +18,9 @@ from drafters.types import Proposal
 from serve import engine as engine_module
 from serve.costs import Costs, Table
 from serve.engine import Engine
+from serve.estimates import Survival, conditional_from
 from serve.law import Sampling
-from serve.schedule import WINDOW, Schedule, Survival, admit, budget, conditional_from, spend
+from serve.schedule import WINDOW, Schedule, admit, budget, spend
 from serve.types import Request
 from serve.verify import verify
 from tests import tiny
