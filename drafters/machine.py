@@ -37,6 +37,16 @@ def machine_name(device: torch.device) -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
+def of_speed(device: torch.device) -> dict[str, Any]:
+    """What seconds on this device depend on, of machine and torch: for the keys of what is kept."""
+    return {
+        "machine": machine_name(device),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+    }
+
+
 # Memory ------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,6 @@ same way, and what is said to be reproducible is.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from functools import cache
 from time import perf_counter
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.machine import kept, machine_name
+from drafters.machine import kept, of_speed
 from drafters.ops import product_dtype
 
 LARGE = 2**16  # numbers in a weight from which on the way matters
@@ -156,10 +155,7 @@ def _seconds() -> dict[int, dict[str, float]]:
     """Of a product, by number of rows and way: timed once on a machine."""
     key = {
         "version": 1,  # of how products are timed
-        "machine": machine_name(torch.device("cpu")),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": str(torch.__version__),
+        **of_speed(torch.device("cpu")),
         "packs": packs_weights(),
     }
     return kept("products", key, _timed, _read)

@@ -43,6 +43,7 @@ class CostModel:
     reading_alone: Table
     target: str  # its signature
     dtype: str
+    proposer: str  # its sizes
     machine: str
 
     def __post_init__(self) -> None:
@@ -74,14 +75,14 @@ class CostModel:
             tuple(map(Costs.read, found["rounds"])),
             costs.read_table(found["reading"]),
             costs.read_table(found["reading_alone"]),
-            *(str(found[fact]) for fact in ("target", "dtype", "machine")),
+            *(str(found[fact]) for fact in ("target", "dtype", "proposer", "machine")),
         )
 
 
-def from_file(path: Path, name: str, target: Target) -> CostModel:
+def from_file(path: Path, name: str, target: Target, proposer: Proposer) -> CostModel:
     """The costs of a drafter that a plan left in a file.
 
-    Errors: ``ValueError`` for a file without them, or one of another target or dtype.
+    Errors: ``ValueError`` for a file without them, or one of another target, dtype or size of drafter.
     """
     try:
         found = CostModel.read(json.loads(path.read_text())[name])
@@ -92,6 +93,7 @@ def from_file(path: Path, name: str, target: Target) -> CostModel:
     for key, theirs, ours in (
         ("target", found.target, target.signature),
         ("dtype", found.dtype, str(target.dtype)),
+        ("drafter", found.proposer, costs.sizes_of(proposer)),
     ):
         if theirs != ours:
             raise ValueError(
@@ -132,7 +134,7 @@ def measure(
         tuple(found),
         _reading(target, proposer),
         _reading(target, None),
-        *(key[fact] for fact in ("target", "dtype", "machine")),
+        *(key[fact] for fact in ("target", "dtype", "proposer", "machine")),
     )
 
 

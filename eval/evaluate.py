@@ -130,11 +130,12 @@ def check_sampled(rows: Iterable[Row], config: DataConfig, settings: EvalConfig)
         if row.temperature is None or not isclose(row.temperature, settings.temperature, rel_tol=1e-5):
             said = "does not say what it was" if row.temperature is None else f"was {row.temperature:g}"
             split = f" data.split={config.split}" if config.split else ""
+            out = f"sampled-{settings.temperature:g}.jsonl"
             raise ValueError(
                 f"{row.where}: eval.temperature={settings.temperature:g}, but the temperature of its answer "
                 f"{said}; sample answers with `python -m data task=regenerate "
                 f"regenerate.temperature={settings.temperature:g} data.path={config.path}{split} "
-                "out=sampled.jsonl` and name that file in its place"
+                f"out={out}` and name that file in its place"
             )
 
 

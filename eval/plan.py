@@ -339,7 +339,8 @@ def from_points(
 ) -> dict[str, Any]:
     """A plan from tokens a second of an engine at a few N: the cost of its rounds is a line through them.
 
-    Errors: ``ValueError`` for a point at an N that the drafter was not scored at.
+    Errors: ``ValueError`` for a point at an N that the drafter was not scored at, or well beyond what was
+    accepted there.
     """
     ns, mix = sorted(scored[0].by_n), shares(traffic, scored)
     if unknown := sorted({*points} - {*ns, 0}):

@@ -191,7 +191,7 @@ def _costs(run: Run, name: str, target: Target, drafter: Drafter) -> CostModel:
     ns, most = numbers_of_drafts(run.eval, drafter), max(run.plan.concurrency)
     if run.plan.costs is None:
         return cost_model(target, drafter, most, ns, sorted({*CONTEXTS, *run.plan.contexts}))
-    found = from_file(Path(run.plan.costs), name, target)
+    found = from_file(Path(run.plan.costs), name, target, drafter)
     table = found.rounds[0].drafting
     for key, asked, known in (
         ("plan.concurrency", most, table.rows[-1]),

@@ -8,8 +8,8 @@ monotone, and read between their points by lines. A step counts what it costs to
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-import os
 import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -239,21 +239,23 @@ def key_of(target: Target, proposer: Proposer, slots: int) -> dict[str, Any]:
     """What costs depend on: the machine, the target, the sizes of the proposer, how many rows there are."""
     return {
         "version": 4,  # of how costs are measured
-        "machine": machine.machine_name(target.device),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": str(torch.__version__),
+        **machine.of_speed(target.device),
         "dtype": str(target.dtype),
         "target": target.signature,
         "copies": target.keeps_copies,
         "attention": target.config._attn_implementation,
-        "proposer": _sizes(proposer),
+        "proposer": sizes_of(proposer),
         "slots": slots,
     }
 
 
+def sizes_of(proposer: Proposer) -> str:
+    """What its costs depend on, as a line of text."""
+    return json.dumps(_sizes(proposer))
+
+
 def _sizes(proposer: Proposer) -> list[Any]:
-    """What its costs depend on: kind, drafts, shapes of weights; of a combination, those of its parts."""
+    """Kind, drafts, shapes of weights; of a combination, those of its parts."""
     own = [type(proposer).__name__, proposer.max_drafts]
     if isinstance(proposer, Combined):
         return [*own, proposer.trust, proposer.n, _sizes(proposer.first), _sizes(proposer.second)]

@@ -144,7 +144,6 @@ class Schedule:
         self._asked: int | None = None
         self._plain_due, self._look_due, self._wait = 0.0, WAITS[0], WAITS[0]
         self._look: Look | None = None  # that is under way
-        self._looks = 0  # those that ended without a gain
         self._prefixes: list[int] = []
         self._copied: list[bool] = []
         self._rounds = self._plain_rounds = self._rows = self._verified = 0
@@ -163,7 +162,7 @@ class Schedule:
             self._asked = usual
             return usual
         # The trained drafter rests, beside lookups or beside plain decoding.
-        looked_at = self._looked_at(rates)
+        looked_at = max(self._trained_ns or self._drafting_ns, key=rates.__getitem__, default=None)
         if (
             self._look is None
             and now >= self._look_due
@@ -173,12 +172,6 @@ class Schedule:
             self._look = Look(rates[self.n])
         self._asked = usual if self._look is None else looked_at
         return self._asked
-
-    def _looked_at(self, rates: Mapping[int | None, float]) -> int | None:
-        """What a look tries: the trained drafter; where lookups rest too, every second time those alone."""
-        if self.n is None and self.copies and self._looks % 2:
-            return 0
-        return max(self._trained_ns or self._drafting_ns, key=rates.__getitem__, default=None)
 
     def prefixes(self, proposal: Proposal, rows: int) -> list[int]:
         """How many drafts of each row to verify."""
@@ -260,7 +253,6 @@ class Schedule:
             return
         self._look, self._look_due = None, self._ledger.now
         if look.lost >= 0 if self.n is None else look.tokens <= look.beside * look.spent:
-            self._looks += 1
             self._look_due += max(self._wait, look.spent / SHARE)
             self._wait = min(2 * self._wait, WAITS[1])
 

@@ -1,9 +1,12 @@
 """What a machine has left for one process."""
 
+from pathlib import Path
+
 import psutil
 import pytest
 
-from drafters.machine import free_memory
+from drafters.machine import cache_directory, free_memory, kept
+from drafters.target import _dequantise
 
 GIB = 2**30
 
@@ -52,3 +55,31 @@ def test_processes_of_one_machine_share_it(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
     with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE=0: torchrun sets it"):
         free_memory()
+
+
+def test_an_empty_setting_is_the_default_directory(monkeypatch):
+    monkeypatch.setenv("FOREDRAFT_CACHE", "")
+    assert cache_directory() == Path.home() / ".cache" / "foredraft"
+
+
+def test_where_the_targets_of_wheels_cannot_be_unpacked_the_setting_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"target=smollm2-embedded is unpacked .* FOREDRAFT_CACHE names"):
+        _dequantise(tmp_path / "some.gguf", cache_directory() / "targets" / "some")
+
+
+def test_what_was_measured_is_read_again_and_damage_measured_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    once = iter([{"a": 1}, {"a": 2}, {"a": 3}])
+    read = lambda: kept("things", {"machine": "this"}, lambda: next(once), lambda found: found["a"])  # noqa: E731
+    assert [read(), read()] == [1, 1]
+    (file,) = (tmp_path / "things").iterdir()
+    file.write_text("[" * 100_000)
+    assert [read(), read()] == [2, 2]
+    file.unlink()
+    (tmp_path / "things").rmdir()
+    (tmp_path / "things").write_text("")
+    assert read() == 3
+    assert "things are not kept" in caplog.text
+    assert "FOREDRAFT_CACHE" in caplog.text

@@ -24,12 +24,14 @@ from eval.plan import TRAFFIC, Candidate, PlanConfig, Workload
 from eval.replay import Counts
 from eval.report import Scored
 from recipes.schema import Run
-from serve.costs import Costs, Table
+from serve.costs import Costs, Table, sizes_of
+from serve.suffix import Suffix, SuffixConfig
 from tests import tiny
 from tests.commands import CPU, command, refusal
 
 SIZES = (1, 2, 4, 8, 16)
-MADE_FOR = ("signature", "torch.float32", "a machine")
+SUFFIX = Suffix(SuffixConfig())
+MADE_FOR = ("signature", "torch.float32", sizes_of(SUFFIX), "a machine")
 
 
 def table(seconds, columns=(1, 2, 3, 5, 8), rows=SIZES) -> Table:
@@ -100,13 +102,16 @@ def test_a_longer_context_is_never_cheaper_whatever_was_measured():
 def test_costs_of_a_file_are_those_that_were_written(tmp_path):
     (tmp_path / "costs.json").write_text(json.dumps({"dflash": asdict(model())}))
     target = SimpleNamespace(signature="signature", dtype=torch.float32)
-    assert module.from_file(tmp_path / "costs.json", "dflash", target) == model()
+    assert module.from_file(tmp_path / "costs.json", "dflash", target, SUFFIX) == model()
     with pytest.raises(ValueError, match=r"no costs of eagle3"):
-        module.from_file(tmp_path / "costs.json", "eagle3", target)
+        module.from_file(tmp_path / "costs.json", "eagle3", target, SUFFIX)
+    other = Suffix(SuffixConfig(max_drafts=3))
+    with pytest.raises(ValueError, match=r"measured with drafter .*Suffix.*; leave plan.costs out"):
+        module.from_file(tmp_path / "costs.json", "dflash", target, other)
     for key, value in (("signature", "another"), ("dtype", torch.bfloat16)):
         with pytest.raises(ValueError, match=f"{value}; leave plan.costs out"):
             module.from_file(
-                tmp_path / "costs.json", "dflash", SimpleNamespace(**{**vars(target), key: value})
+                tmp_path / "costs.json", "dflash", SimpleNamespace(**{**vars(target), key: value}), SUFFIX
             )
 
 
@@ -114,7 +119,7 @@ def test_costs_of_a_file_are_those_that_were_written(tmp_path):
 def test_a_file_without_costs_is_refused(tmp_path, text):
     (tmp_path / "costs.json").write_text(text)
     with pytest.raises(ValueError, match=r"plan.costs=.*costs.json"):
-        module.from_file(tmp_path / "costs.json", "dflash", None)
+        module.from_file(tmp_path / "costs.json", "dflash", None, SUFFIX)
 
 
 def test_costs_are_measured_at_every_context_once_and_kept(tmp_path, monkeypatch):
@@ -402,8 +407,9 @@ def test_costs_that_favour_drafting_give_arguments_for_vllm(asked, drafted, work
         table(step, (1, 2, 5), (1, 2)), table(lambda r, n: 1e-6, (1, 4), (1, 2)), table(step, (1,), (1, 2))
     )
     reading = table(lambda _, t: t / 1e6, (16, 512), (1,))
-    signature = load(str(workshop / "target"), HardwareConfig(dtype="float32", device="cpu")).signature
-    costs = CostModel((10,), (cheap,), reading, reading, signature, "torch.float32", "a machine")
+    target = load(str(workshop / "target"), HardwareConfig(dtype="float32", device="cpu"))
+    made_for = target.signature, "torch.float32", sizes_of(checkpoint.read(drafted, target)), "a machine"
+    costs = CostModel((10,), (cheap,), reading, reading, *made_for)
     (tmp_path / "costs.json").write_text(json.dumps({"dflash": asdict(costs)}))
     assert command("eval", *asked, "plan.costs=costs.json") == 0
     result = json.loads((tmp_path / "plan" / "plan.json").read_text())
@@ -459,11 +465,16 @@ def test_points_come_by_the_command_line(asked, tmp_path, capsys):
         ("plan.costs=gone.json", "no costs of dflash"),
         ("plan.points={0: 1e300, 1: 1, 4: 1}", "give measured ones"),
         ("eval.traffic={chat: 1e308, code: 1e308}", "too large to be added"),
+        ("plan.contexts=[2]", "plan.contexts=[2]: "),
+        (
+            "plan.points={0: 50, 1: 60, 4: 70}; plan.costs=costs.json",
+            "points tell what rounds cost; leave one",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_scored(asked, more, words, monkeypatch, capsys):
     monkeypatch.setattr(tasks, "evaluate", None)
-    assert words in refusal(capsys, "eval", *but(asked, more))
+    assert words in refusal(capsys, "eval", *but(asked, *more.split("; ")))
 
 
 def test_a_number_of_drafts_beyond_the_block_is_refused(asked, capsys):

@@ -171,6 +171,16 @@ def test_a_machine_takes_the_same_way_in_every_process(tmp_path, monkeypatch):
 
 
 @torch.inference_mode()
+def test_no_copy_is_kept_of_weights_whose_changes_torch_does_not_count(take):
+    take("packed")
+    layer, x = FrozenLinear(24, 40, bias=False).requires_grad_(False), torch.randn(9, 24)
+    assert layer.weight.is_inference()
+    layer(x)
+    layer.weight.mul_(2)
+    assert torch.allclose(layer(x), F.linear(x, layer.weight), atol=1e-5)
+
+
+@torch.inference_mode()
 def test_under_autocast_products_are_those_of_torch(take):
     take("packed")
     layer, x = frozen(bias=True), torch.randn(9, 24)

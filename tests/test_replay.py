@@ -520,3 +520,11 @@ def test_nested_drafts_are_counted_from_one_pass_as_from_one_for_every_n(
         for n in (1, 2, 4):
             assert one[n].rounds == pytest.approx(other[n].rounds, abs=1e-5)
             assert one[n].survived == pytest.approx(other[n].survived, abs=1e-5)
+
+
+def test_in_bf16_a_block_is_drafted_at_each_length():
+    """Rounded sums of a longer block differ by more than the last bits; a chain is the same steps."""
+    block = tiny.untrained(tiny.target(), "dflash", sliding_window=64)
+    assert block.nested
+    assert not block.bfloat16().nested
+    assert build(Eagle3Config(init="random"), tiny.target()).bfloat16().nested

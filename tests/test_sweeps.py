@@ -221,6 +221,12 @@ def test_a_panel_needs_two_rates_and_a_curve(tmp_path):
         sweeps.read(written(tmp_path, [bare]))
 
 
+def test_a_dollar_in_a_name_is_a_dollar_in_the_picture():
+    """Two of them would be a formula, and this one is none."""
+    found = sweeps.plan([replace(partly(panel(), 1, 4), model="a$b_{$c")])
+    assert sweeps.draw(found).startswith(b"\x89PNG")
+
+
 def test_a_file_that_is_no_sweep_is_refused(tmp_path):
     file = tmp_path / "sweep.csv"
     with pytest.raises(ValueError, match="No such file"):
