@@ -165,7 +165,8 @@ def check_comparable(runs: Sequence[Compared], data: str) -> None:
                 again = _command(run.directory, run.record, data, f"{setting}={first.report[key]}")
                 raise ValueError(f"{other}; score them alike, for example {again}")
         if alone := first.rows.keys() ^ run.rows.keys():
-            again = "; ".join(_command(one.directory, one.record, data) for one in (first, run))
+            file = "FILE" if data == BUNDLED else data  # what both held out is not the same
+            again = "; ".join(_command(one.directory, one.record, file) for one in (first, run))
             raise ValueError(
                 f"{pair} were scored on other prompts: {len(first.rows)} and {len(run.rows)}, of which "
                 f"{len(alone)} belong to one alone; score both on one file: {again}"

@@ -250,6 +250,7 @@ def test_reports_on_other_prompts_are_refused(here, capsys):
     )
     assert "drafter=runs/one/drafter" in message
     assert "drafter=runs/other/drafter" in message
+    assert message.count("data.path=FILE`") == 2
 
 
 def test_a_repeated_prompt_is_paired_by_its_turn(here):
